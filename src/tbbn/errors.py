@@ -1,0 +1,22 @@
+"""The error a user can mend: one line that says what is required, what came, and how to fix it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in a call, a config, a file or on the command line; the CLI prints it as one line and exits with 2."""
+
+
+def choose(kind: str, name: str, known: Iterable[str]) -> UserError:
+    """The error for an unknown name: what there is to choose from, and the nearest spelling.
+
+    >>> choose("norm", "tbn", ["bn", "tbbn"])
+    UserError("unknown norm 'tbn'; choose one of: bn, tbbn. Did you mean 'tbbn'?")
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UserError(f"unknown {kind} {name!r}; choose one of: {', '.join(known)}.{hint}")

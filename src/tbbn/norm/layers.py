@@ -1,0 +1,189 @@
+"""The layer: batch norm whose training statistics are balanced over tasks.
+
+``TaskBalancedBatchNorm1d/2d/3d`` are ``torch.nn.BatchNorm1d/2d/3d`` with the same constructor and the same ``state_dict``.
+They differ in one place: a training forward inside :func:`tbbn.balance` is normalised by the plan of that batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tbbn.norm.functional import statistics_dtype, task_balanced_batch_norm
+from tbbn.norm.plan import Layout, Plan, PlanOptions, make_plan
+
+
+class BalancedNorm(_BatchNorm):
+    """A norm that takes a layout from :func:`tbbn.balance`; without one, in eval mode, or with no memory it is batch norm."""
+
+    is_batch_norm_in_eval = True  # so tbbn.revert can make it one
+    _layout: Layout | None = None
+    _repeated: Layout | None = None  # the layout of the last training forward, for activation checkpointing
+
+    def set_layout(self, layout: Layout | None) -> None:
+        self._layout = layout
+
+    def layout_of(self, x: Tensor) -> Layout | None:
+        """The layout that applies to this forward, checked against the batch."""
+        if not self.training:
+            return None
+        layout = self._layout
+        if layout is None and _recomputing():
+            # Activation checkpointing repeats the forward inside backward, when the block has usually been left.
+            layout = self._repeated
+        if layout is None:
+            return None
+        if x.shape[0] != layout.rows:
+            raise ValueError(
+                f"{type(self).__name__}: the layout covers {layout.current} + {layout.memory} = {layout.rows} rows but the "
+                f"input has {x.shape[0]}; call tbbn.balance with the counts of the batch being forwarded."
+            )
+        return layout
+
+    def next_momentum(self) -> float | Tensor:
+        """Count this batch; the weight of its statistics in the running ones (a cumulative average for momentum=None)."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.momentum is not None:
+            return self.momentum
+        assert self.num_batches_tracked is not None
+        return 1.0 / self.num_batches_tracked.to(statistics_dtype(self.running_mean))  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle made inside the block must not carry the block's layout away.
+        state = super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__
+        return {k: v for k, v in dict(state).items() if k not in ("_layout", "_repeated", "_plan", "_plan_of")}
+
+
+class PlannedNorm(BalancedNorm):
+    """A balanced norm that is fully described by a plan: see :class:`tbbn.norm.plan.PlanOptions` for what can be varied."""
+
+    kind = "tbbn"
+    _plan: Plan | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        output_statistics: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.options = PlanOptions(kind=self.kind, **options)
+        self.output_statistics = output_statistics
+
+    def set_layout(self, layout: Layout | None) -> None:
+        super().set_layout(layout)
+        self._plan = None if layout is None else self._make_plan(layout)
+
+    def _make_plan(self, layout: Layout) -> Plan | None:
+        tensor = self.weight if self.weight is not None else self.running_mean
+        if tensor is None:
+            return make_plan(layout, self.options, torch.device("cpu"), torch.float32)
+        return make_plan(layout, self.options, tensor.device, statistics_dtype(tensor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        layout = self.layout_of(x)
+        plan = None if layout is None else self._plan if layout is self._layout else self._make_plan(layout)
+        if layout is not None and not torch.compiler.is_compiling():
+            self._repeated = layout
+        if plan is None:
+            return super().forward(x)
+        mean, var = self.running_mean, self.running_var
+        if mean is None or _recomputing():  # a repeated forward must not count its batch a second time
+            return task_balanced_batch_norm(x, None, None, self.weight, self.bias, plan, 0.0, self.eps)
+        momentum = self.next_momentum()
+        if not self.output_statistics:
+            return task_balanced_batch_norm(x, mean, var, self.weight, self.bias, plan, momentum, self.eps)
+        y = task_balanced_batch_norm(x, None, None, self.weight, self.bias, plan, momentum, self.eps)
+        self._run_with_output(y.detach(), momentum)
+        return y
+
+    @torch.no_grad()
+    def _run_with_output(self, y: Tensor, momentum: float | Tensor) -> None:
+        """Running statistics of the layer's output: what the released ablation code did for case 2."""
+        y = y.to(statistics_dtype(y)).transpose(0, 1).flatten(1)
+        var, mean = torch.var_mean(y, 1)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)  # type: ignore[union-attr]
+        self.running_var.lerp_(var.to(self.running_var.dtype), momentum)  # type: ignore[union-attr]
+
+    def extra_repr(self) -> str:
+        changed = [f"{k}={v!r}" for k, v in vars(self.options).items() if v != getattr(PlanOptions, k) and k != "kind"]
+        return ", ".join([super().extra_repr(), *changed])
+
+
+def _recomputing() -> bool:
+    """Whether this forward runs inside a backward pass: activation checkpointing is repeating it."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class TaskBalancedBatchNorm1d(PlannedNorm, nn.BatchNorm1d):
+    """Task-balanced batch norm over (N, C) or (N, C, L) input. See :class:`TaskBalancedBatchNorm2d`."""
+
+
+class TaskBalancedBatchNorm2d(PlannedNorm, nn.BatchNorm2d):
+    r"""Task-balanced batch norm over (N, C, H, W) input.
+
+    In a training forward inside :func:`tbbn.balance`, the current rows are divided into :math:`r` splits, all memory rows
+    join every split, and with :math:`\mu_j, \sigma_j^2` the mean and biased variance of split :math:`j`
+
+    .. math::
+        y_n = \gamma \frac{x_n - \mu_{n \bmod r}}{\sqrt{\sigma^2_{n \bmod r} + \epsilon}} + \beta
+        \quad\text{(current)}, \qquad
+        y_m = \gamma\,\frac{1}{r}\sum_j \frac{x_m - \mu_j}{\sqrt{\sigma_j^2 + \epsilon}} + \beta
+        \quad\text{(memory)}.
+
+    The running statistics move towards the averages of :math:`\mu_j` and of the unbiased :math:`\sigma_j^2`. Everywhere
+    else (eval mode, no ``balance``, no memory rows, the first task) the layer is ``nn.BatchNorm2d``.
+
+    Each sample's gradient reaches :math:`\gamma` and :math:`\beta` once, as in batch norm: the gradient of :math:`\beta`
+    equals batch norm's. What is balanced is the statistics.
+
+    Args: as ``nn.BatchNorm2d``, and by keyword ``rule`` ("paper", "current", "uneven": see :func:`tbbn.splits`), ``case``
+    (ablations 1 to 4), ``memory`` ("averaged" or "own"), ``total_variance`` (add the variance between splits to the running
+    variance), ``output_statistics`` (take the running statistics from the output, an error of the released ablation code).
+
+    Shape: input and output (N, C, H, W), any memory format.
+
+    Example::
+
+        >>> layer = TaskBalancedBatchNorm2d(16)
+        >>> x = torch.randn(64, 16, 8, 8)
+        >>> with tbbn.balance(layer, current=48, memory=16, past_tasks=3):
+        ...     y = layer(x)
+    """
+
+
+class TaskBalancedBatchNorm3d(PlannedNorm, nn.BatchNorm3d):
+    """Task-balanced batch norm over (N, C, D, H, W) input. See :class:`TaskBalancedBatchNorm2d`."""
+
+
+class WeightedBatchNorm1d(PlannedNorm, nn.BatchNorm1d):
+    """Importance-weighted batch norm over (N, C) or (N, C, L) input. See :class:`WeightedBatchNorm2d`."""
+
+    kind = "weighted"
+
+
+class WeightedBatchNorm2d(PlannedNorm, nn.BatchNorm2d):
+    """Batch norm over (N, C, H, W) with one set of statistics in which every task weighs the same, exactly.
+
+    The mean and variance are those of ``1/t`` of the current rows and ``(t-1)/t`` of the memory rows for task number ``t``.
+    """
+
+    kind = "weighted"
+
+
+class WeightedBatchNorm3d(PlannedNorm, nn.BatchNorm3d):
+    """Importance-weighted batch norm over (N, C, D, H, W) input. See :class:`WeightedBatchNorm2d`."""
+
+    kind = "weighted"
