@@ -1,0 +1,197 @@
+"""Metrics of class-incremental learning: pure functions of the accuracy matrix or of counted predictions.
+
+The matrix is lower triangular: row t has t + 1 entries, and a[t][i] is the accuracy on the test images of task i after
+learning task t. Formulas in `FORMULAS` count tasks from 1 to T, as the paper does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import fsum
+
+from tbbn.errors import UserError
+
+Matrix = Sequence[Sequence[float]]
+
+FORMULAS: dict[str, str] = {
+    "final_accuracy": "A_f = (1/T) sum_i a[T,i]",
+    "average_accuracy": "A_a = (1/T) sum_t (1/t) sum_{i<=t} a[t,i]",
+    "forgetting": "F = (1/T) sum_{i<T} max_{t>i} (a[i,i] - a[t,i])",
+    "forgetting_history": "F_h = (1/T) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])",
+    "learning_accuracy": "A_l = (1/T) sum_i a[i,i]",
+    "backward_transfer": "BWT = (1/(T-1)) sum_{i<T} (a[T,i] - a[i,i])",
+    "weighted_final_accuracy": "A_f^w = sum_i c_i a[T,i] / sum_i c_i, c_i classes in task i",
+    "weighted_average_accuracy": "A_a^w = (1/T) sum_t (sum_{i<=t} c_i a[t,i] / sum_{i<=t} c_i), c_i classes in task i",
+    "task_il_final_accuracy": "A_f with the task of each test image known: argmax inside its own task's classes",
+    "task_il_average_accuracy": "A_a with the task of each test image known: argmax inside its own task's classes",
+    "C->C": "wrong predictions: a class of the current (newest) task taken for another class of it",
+    "C->P": "wrong predictions: a class of the current task taken for a class of a past task",
+    "P->C": "wrong predictions: a class of a past task taken for a class of the current task",
+    "P->P": "wrong predictions: a class of a past task taken for another class of a past task",
+}
+
+ERROR_TYPES = ("C->C", "C->P", "P->C", "P->P")
+
+
+def _checked(accuracy: Matrix) -> Matrix:
+    if not accuracy:
+        raise UserError("accuracy matrix: at least one row is needed, got none.")
+    for t, row in enumerate(accuracy):
+        if len(row) != t + 1:
+            raise UserError(f"accuracy matrix: row {t} must have {t + 1} entries (tasks 0 to {t}), got {len(row)}.")
+    return accuracy
+
+
+def _mean(row: Sequence[float], weights: Sequence[float] | None) -> float:
+    """The mean of a row; with weights w_i it is sum_i w_i a_i / sum_i w_i over the tasks of that row."""
+    if weights is None:
+        return fsum(row) / len(row)
+    used = weights[: len(row)]
+    return fsum(w * a for w, a in zip(used, row, strict=True)) / fsum(used)
+
+
+def _checked_weights(accuracy: Matrix, weights: Sequence[float] | None) -> Sequence[float] | None:
+    if weights is not None and (len(weights) != len(accuracy) or min(weights) <= 0):
+        raise UserError(
+            f"metrics: weights must be {len(accuracy)} positive numbers, the classes of each task; got {list(weights)}."
+        )
+    return weights
+
+
+def final_accuracy(accuracy: Matrix, weights: Sequence[float] | None = None) -> float:
+    """A_f, the mean accuracy over all tasks after the last one; with `weights` (classes per task) over all classes.
+
+    >>> final_accuracy([[0.75], [0.5, 1.0]])
+    0.75
+    >>> final_accuracy([[0.75], [0.5, 1.0]], weights=[3, 1])
+    0.625
+    """
+    _checked(accuracy)
+    return _mean(accuracy[-1], _checked_weights(accuracy, weights))
+
+
+def average_accuracy(accuracy: Matrix, weights: Sequence[float] | None = None) -> float:
+    """A_a, the mean over t of the mean accuracy after task t; with `weights` each of those is over all classes seen.
+
+    >>> average_accuracy([[1.0], [0.25, 0.75]])
+    0.75
+    >>> average_accuracy([[1.0], [0.25, 0.75]], weights=[3, 1])
+    0.6875
+    """
+    _checked(accuracy)
+    weights = _checked_weights(accuracy, weights)
+    return fsum(_mean(row, weights) for row in accuracy) / len(accuracy)
+
+
+def forgetting(accuracy: Matrix, *, paper: bool = True) -> float:
+    """F, the mean drop of accuracy on a task since it was learnt, over all T tasks; the last one counts as 0.
+
+    The paper's definition is the largest drop below the accuracy right after learning, max_{t>i} (a[i][i] - a[t][i]).
+    `paper=False` is what its code computes, the drop from the best earlier accuracy to the final one,
+    max_{t<T} a[t][i] - a[T][i]. The two agree when accuracy only falls; a task that only improves counts below 0.
+
+    >>> rows = [[0.5], [0.25, 1.0], [0.375, 0.5, 1.0]]
+    >>> forgetting(rows), forgetting(rows, paper=False)
+    (0.25, 0.20833333333333334)
+    """
+    _checked(accuracy)
+    last = len(accuracy) - 1
+    drops = []
+    for i in range(last):
+        if paper:
+            drops.append(accuracy[i][i] - min(accuracy[t][i] for t in range(i + 1, last + 1)))
+        else:
+            drops.append(max(accuracy[t][i] for t in range(i, last)) - accuracy[last][i])
+    return fsum(drops) / len(accuracy)
+
+
+def learning_accuracy(accuracy: Matrix) -> float:
+    """A_l, the mean accuracy on each task right after it was learnt.
+
+    >>> learning_accuracy([[1.0], [0.25, 0.5]])
+    0.75
+    """
+    return fsum(row[-1] for row in _checked(accuracy)) / len(accuracy)
+
+
+def backward_transfer(accuracy: Matrix) -> float:
+    """BWT, the mean change of accuracy from when a task was learnt to the end, over all tasks but the last.
+
+    Negative when the network forgets; 0 for a single task.
+
+    >>> backward_transfer([[1.0], [0.25, 0.5]])
+    -0.75
+    """
+    _checked(accuracy)
+    n_past = len(accuracy) - 1
+    if n_past == 0:
+        return 0.0
+    return fsum(accuracy[-1][i] - accuracy[i][i] for i in range(n_past)) / n_past
+
+
+def confusion_error_types(confusion: Sequence[Sequence[int]], first_current: int) -> dict[str, int]:
+    """Counts wrong predictions by whether the true and the predicted class are current (C) or past (P).
+
+    `confusion[label][prediction]` counts test images; classes from `first_current` on are the newest task's. The four
+    counts sum to all errors. "P->C" reads: a past class, predicted as a current one.
+
+    >>> confusion_error_types([[5, 1, 2], [0, 6, 3], [4, 0, 9]], first_current=2)
+    {'C->C': 0, 'C->P': 4, 'P->C': 5, 'P->P': 1}
+    """
+    n = len(confusion)
+    if not 0 <= first_current <= n:
+        raise UserError(f"error types: first_current must lie in 0..{n}, the classes seen, got {first_current}.")
+    counts = dict.fromkeys(ERROR_TYPES, 0)
+    for label, row in enumerate(confusion):
+        if len(row) != n:
+            raise UserError(f"confusion matrix: row {label} must have {n} entries, as many as rows, got {len(row)}.")
+        true = "C" if label >= first_current else "P"
+        right = int(row[label])
+        past, current = int(sum(row[:first_current])), int(sum(row[first_current:]))
+        counts[f"{true}->P"] += past - (right if true == "P" else 0)
+        counts[f"{true}->C"] += current - (right if true == "C" else 0)
+    return counts
+
+
+def error_types(predictions: Sequence[int], labels: Sequence[int], first_current: int) -> dict[str, int]:
+    """Counts the four kinds of wrong predictions as `confusion_error_types` does, from one prediction an image.
+
+    >>> error_types([0, 1, 2, 2, 0], [1, 1, 0, 2, 2], first_current=2)
+    {'C->C': 0, 'C->P': 1, 'P->C': 1, 'P->P': 1}
+    """
+    if len(predictions) != len(labels):
+        raise UserError(f"error types: {len(predictions)} predictions for {len(labels)} labels; one each is needed.")
+    counts = dict.fromkeys(ERROR_TYPES, 0)
+    for prediction, label in zip(predictions, labels, strict=True):
+        if prediction != label:
+            true = "C" if label >= first_current else "P"
+            counts[f"{true}->{'C' if prediction >= first_current else 'P'}"] += 1
+    return counts
+
+
+def summary(
+    accuracy: Matrix, *, weights: Sequence[float] | None = None, task_il: Matrix | None = None
+) -> dict[str, float]:
+    """Every metric of the matrix by its name in `FORMULAS`.
+
+    The class-weighted ones are there when `weights` (classes per task) is given, the task-IL ones when `task_il`, the
+    matrix of accuracies with the task known, is.
+
+    >>> summary([[1.0], [0.25, 0.5]])["forgetting"]
+    0.375
+    """
+    metrics = {
+        "final_accuracy": final_accuracy(accuracy),
+        "average_accuracy": average_accuracy(accuracy),
+        "forgetting": forgetting(accuracy),
+        "forgetting_history": forgetting(accuracy, paper=False),
+        "learning_accuracy": learning_accuracy(accuracy),
+        "backward_transfer": backward_transfer(accuracy),
+    }
+    if weights is not None:
+        metrics["weighted_final_accuracy"] = final_accuracy(accuracy, weights)
+        metrics["weighted_average_accuracy"] = average_accuracy(accuracy, weights)
+    if task_il is not None:
+        metrics["task_il_final_accuracy"] = final_accuracy(task_il)
+        metrics["task_il_average_accuracy"] = average_accuracy(task_il)
+    return metrics

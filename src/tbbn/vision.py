@@ -1,0 +1,57 @@
+"""torchvision, imported only where it is needed and also where its compiled ops do not fit the torch beside it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from tbbn.errors import UserError
+
+# The ops that torchvision attaches shape functions to while it is imported. Without them the import fails, though
+# models, transforms and data sets never call them.
+_OPS = {
+    "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+
+
+def torchvision() -> ModuleType:
+    """The torchvision module, with `models`, `transforms.v2` and `datasets` importable from it afterwards.
+
+    A torchvision wheel built for CUDA cannot load its library beside a CPU torch, and then stops at
+    `operator torchvision::nms does not exist`. Declaring the missing ops lets everything written in Python work; a call
+    of such an op still raises torchvision's own error.
+    """
+    if "torchvision" in sys.modules:
+        return sys.modules["torchvision"]
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None:
+        raise UserError("torchvision is required here but not installed; pip install torchvision")
+    _declare_missing_ops([Path(place) for place in spec.submodule_search_locations or ()])
+    try:
+        return importlib.import_module("torchvision")
+    except (ImportError, RuntimeError, AttributeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"torchvision does not import beside torch {torch.__version__} ({reason[0]}); "
+            "install the torchvision built for this torch"
+        ) from error
+
+
+def _declare_missing_ops(places: list[Path]) -> None:
+    """Declare the ops of `_OPS` that torchvision's library does not bring."""
+    for place in places:
+        for library in sorted([*place.glob("_C*.so"), *place.glob("_C*.pyd")]):
+            try:
+                # A second load of the same library, by torchvision itself, is a no-op.
+                torch.ops.load_library(str(library))
+            except (ImportError, OSError):
+                continue
+    for name, schema in _OPS.items():
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", schema)
