@@ -1,0 +1,414 @@
+"""Every number that affects a run: frozen dataclasses, TOML in and out, and the two protocols.
+
+A config is made of layers, later ones over earlier ones: the fields' defaults, what suits the data set, the protocol, a TOML
+file, the command line. Each layer is a flat mapping from dotted names (``train.epochs``) to values.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from tbbn.errors import UserError, choose
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A norm or a method by name, and its options; which options there are, the norm or the method says."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def dict(self) -> dict[str, Any]:
+        return dict(self.options)
+
+    def __str__(self) -> str:
+        inside = ", ".join(f"{k}={v}" for k, v in self.options)
+        return f"{self.name}({inside})" if inside else self.name
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str = "digits"
+    root: str = "data"  # where data sets lie, and where downloads go
+    download: bool = True
+    size: int = 0  # side of the stored images; 0: as they come
+    crop: int = 0  # side of what the network sees; 0: the stored size
+    tasks: int = 5
+    base_classes: int = 0  # classes of the first task, where it is larger than the others
+    class_order: str = "seed"  # "seed", "natural", "icarl", or class numbers with commas
+    class_order_seed: int = -1  # -1: the run's seed
+    validation: float = 0.0  # share of each class's training images held out
+    online: bool = False  # a single pass over each task
+    test: str = "all"  # "whole-batches": the last short batch of each task's test set is not evaluated
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    budget: int = 100
+    per_class: bool = False  # whether the budget is a number for each class, not a total
+    rounding: str = "floor"  # of budget / classes: "floor" or "ceil"
+    selection: str = "herding"  # "herding", "random", "entropy", "distance", "reservoir"
+    shrink: str = "truncate"  # old classes keep the first of their order, or "reselect"
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    size: int = 64
+    ratio: str = "3:1"  # current rows to memory rows
+    length: str = "longer"  # an epoch is as long as the "longer" of the two sets, or "current", or "memory"
+    last: str = "short"  # short last batches are used, or "drop"ped
+    forward: str = "joint"  # one forward for the whole batch, or "separate" ones for its two parts
+    current_from: str = "task"  # current rows are of the new task, or of its "union" with the memory
+    augment: str = "none"
+    evaluation: int = 500  # images at once where nothing is trained
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    epochs: int = 20
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 5e-4
+    schedule: str = "multistep"  # or "cosine", "constant"
+    milestones: tuple[float, ...] = (0.5, 0.75)  # as shares of the epochs
+    gamma: float = 0.1
+    clip_norm: float = 0.0  # largest norm of the gradient; 0: off
+    clip_value: float = 0.0  # largest entry of the gradient; 0: off
+    keep: str = "last"  # which epoch's weights stay: "last", or "best" by the validation loss of the current task
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    protocol: str = "clean"
+    quirks: tuple[str, ...] = ()
+    seed: int = 0
+    device: str = "auto"  # "cpu", "cuda", "cuda:1", ...
+    precision: str = "fp32"  # "tf32", "bf16": arithmetic of convolutions and products; statistics stay float32
+    threads: int = 0  # CPU threads; 0: torch's own choice
+    backbone: str = "small"
+    norm: Choice = Choice("bn")
+    method: Choice = Choice("ft")
+    data: DataConfig = field(default_factory=DataConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def label(self) -> str:
+        """What tables and curves call it."""
+        return f"{self.method} + {self.norm}"
+
+
+SECTIONS: dict[str, type] = {
+    "data": DataConfig,
+    "memory": MemoryConfig,
+    "batch": BatchConfig,
+    "train": TrainConfig,
+}
+CHOICES = ("norm", "method")
+
+# What suits a data set, whatever the protocol.
+_CIFAR = {
+    "backbone": "resnet32",
+    "memory.budget": 2000,
+    "data.tasks": 10,
+    "train.epochs": 160,
+    "batch.augment": "shift",
+}
+_IMAGENET = {
+    **_CIFAR,
+    "backbone": "resnet18",
+    "train.epochs": 100,
+    "train.milestones": (0.4, 0.8),
+    "batch.augment": "resized",
+    "data.crop": 224,
+}
+_SMALL = {"backbone": "resnet20", "memory.budget": 200, "data.tasks": 5, "train.epochs": 20, "batch.augment": "none"}
+DATA: dict[str, Values] = {
+    "digits": {"train.epochs": 20, "train.lr": 0.05},
+    "synthetic": {"train.epochs": 10, "data.tasks": 10, "memory.budget": 100, "train.lr": 0.05},
+    "mnist": _SMALL,
+    "fashion-mnist": _SMALL,
+    "svhn": {**_SMALL, "batch.augment": "shift"},
+    "cifar10": {**_CIFAR, "data.tasks": 5},
+    "cifar100": _CIFAR,
+    "stl10": {**_CIFAR, "data.tasks": 5, "backbone": "resnet18", "memory.budget": 200},
+    "tiny-imagenet": {**_CIFAR, "backbone": "resnet18-small", "train.epochs": 100},
+    "imagenet100": _IMAGENET,
+    "dissimilar": {
+        **_CIFAR,
+        "backbone": "resnet18",
+        "train.epochs": 100,
+        "train.milestones": (0.4, 0.8),
+    },
+}
+
+# How the paper was trained (protocol.md): the same for every data set but for what DATA says.
+PAPER: Values = {
+    "data.validation": 0.1,
+    "memory.rounding": "ceil",
+    "memory.shrink": "reselect",
+    "batch.last": "drop",
+    "train.lr": 0.1,
+    "train.momentum": 0.0,
+    "train.weight_decay": 1e-4,
+    "train.keep": "best",
+}
+PAPER_DATA: dict[str, Values] = {
+    "digits": {"data.validation": 0.0, "train.keep": "last", "batch.last": "short"},  # 29 images in a validation split
+    "cifar10": {"batch.augment": "padded-resized"},
+    "cifar100": {"batch.augment": "padded-resized"},
+    "dissimilar": {"batch.augment": "padded-resized"},
+    "imagenet100": {"memory.selection": "random"},
+}
+# PODNet and AFC were run with their own programs' settings, with batches of 96 + 32.
+_POD: Values = {
+    "backbone": "resnet32-podnet",
+    "data.validation": 0.0,
+    "memory.rounding": "floor",
+    "memory.shrink": "truncate",
+    "batch.size": 128,
+    "batch.augment": "shift-brightness",
+    "train.epochs": 160,
+    "train.momentum": 0.9,
+    "train.weight_decay": 5e-4,
+    "train.schedule": "cosine",
+    "train.clip_value": 5.0,
+    "train.keep": "last",
+}
+PAPER_METHOD: dict[str, Values] = {
+    "podnet": _POD,
+    "afc": _POD,
+    "podnet/imagenet100": {
+        "backbone": "resnet18-podnet",
+        "batch.size": 64,
+        "batch.augment": "resized",
+        "train.epochs": 90,
+        "train.lr": 0.05,
+        "method.pod_spatial": 8.0,
+        "method.pod_flat": 10.0,
+        "method.finetune_lr": 0.01,
+    },
+    "afc/imagenet100": {
+        "backbone": "resnet18-podnet",
+        "batch.augment": "resized",
+        "train.epochs": 90,
+        "train.weight_decay": 1e-4,
+        "method.importance_weight": 10.0,
+        "method.finetune_lr": 0.02,
+    },
+}
+PROTOCOLS = ("clean", "paper")
+
+# Errors of the released code, by name: each is nothing but settings, so a record shows what was done.
+QUIRKS: dict[str, tuple[str, Values]] = {
+    "current-from-union": (
+        "current rows are drawn from the new task and the memory together (EEIL and LUCIR)",
+        {"batch.current_from": "union"},
+    ),
+    "whole-test-batches": (
+        "the last short batch of each task's test set is not evaluated",
+        {"data.test": "whole-batches"},
+    ),
+    "no-affine": ("instance and group norm have no affine map", {"norm.affine": False}),
+    "channels-per-group": ("group norm's number counts channels per group", {"norm.channels_per_group": 16}),
+}
+
+
+def resolve(*layers: tuple[str, Values]) -> RunConfig:
+    """The config of these layers, each given with the name of where it comes from, for error messages."""
+    values: dict[str, Any] = {}
+    for where, layer in layers:
+        for key, value in layer.items():
+            _check_name(key, where)
+            values[key] = _typed(key, value, where)
+    protocol, data = values.get("protocol", "clean"), values.get("data.name", "digits")
+    if protocol not in PROTOCOLS:
+        raise choose("protocol", str(protocol), PROTOCOLS)
+    method = values.get("method.name", "ft")
+    below: list[Values] = [DATA.get(data.split(":")[0], {})]
+    if protocol == "paper":
+        below += [
+            PAPER,
+            PAPER_DATA.get(data, {}),
+            PAPER_METHOD.get(method, {}),
+            PAPER_METHOD.get(f"{method}/{data}", {}),
+        ]
+    for quirk in values.get("quirks", ()):
+        if quirk not in QUIRKS:
+            raise choose("quirk", str(quirk), QUIRKS)
+        below.append(QUIRKS[quirk][1])
+    if values.get("data.online"):
+        below.append({"train.epochs": 1, "memory.selection": "reservoir", "train.schedule": "constant"})
+    merged: dict[str, Any] = {}
+    for layer in (*below, values):
+        merged.update(layer)
+    return _build(merged)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A TOML document as dotted names; ``norm = "gn"`` is short for ``norm.name = "gn"``, and so for method and data.
+
+    >>> flatten({"norm": "gn", "train": {"epochs": 2}})
+    {'norm.name': 'gn', 'train.epochs': 2}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        elif not prefix and key in (*CHOICES, "data"):
+            flat[f"{key}.name"] = value
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file, as dotted names."""
+    try:
+        with open(path, "rb") as file:
+            return flatten(tomllib.load(file))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such config file.") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder, not a TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a TOML file: {error}.") from None
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The config as nested tables, ready for TOML or JSON; :func:`flatten` and :func:`resolve` bring it back."""
+    tree: dict[str, Any] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, Choice):
+            tree[f.name] = {"name": value.name, **value.dict()}
+        elif is_dataclass(value):
+            tree[f.name] = {g.name: _plain(getattr(value, g.name)) for g in fields(value)}
+        else:
+            tree[f.name] = _plain(value)
+    return tree
+
+
+def to_toml(config: RunConfig) -> str:
+    """The config as a TOML document in which every setting is written out."""
+    tree = to_dict(config)
+    lines = [f"{k} = {_toml(v)}" for k, v in tree.items() if not isinstance(v, dict)]
+    for name, table in tree.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def names() -> dict[str, Any]:
+    """Every setting's dotted name and default, for the command line; norms' and methods' options are not among them."""
+    default, found = RunConfig(), {}
+    for f in fields(RunConfig):
+        value = getattr(default, f.name)
+        if f.name in SECTIONS:
+            found.update({f"{f.name}.{g.name}": getattr(value, g.name) for g in fields(value)})
+        else:
+            found[f"{f.name}.name" if f.name in CHOICES else f.name] = value.name if f.name in CHOICES else value
+    return found
+
+
+def parse_value(key: str, text: str) -> Any:
+    """A setting's value from the command line, by the type of the setting; an option of a norm or a method by its looks."""
+    default = names().get(key)
+    if isinstance(default, tuple):
+        parts = [p.strip() for p in text.split(",") if p.strip()]
+        return tuple(float(p) if key == "train.milestones" and _is_number(p) else p for p in parts)
+    if isinstance(default, str):
+        return text
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if _is_number(text):
+        return float(text) if any(c in text.lower() for c in ".e") else int(text)
+    return text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_name(key: str, where: str) -> None:
+    section, _, name = key.partition(".")
+    if section in CHOICES and name:
+        return
+    top = [f.name for f in fields(RunConfig)]
+    if not name:
+        if key in top and key not in SECTIONS and key not in CHOICES:
+            return
+        raise UserError(f"{where}: {choose('setting', key, top)}")
+    if section not in SECTIONS:
+        raise UserError(f"{where}: {choose('section', section, [*SECTIONS, *CHOICES])}")
+    options = [f.name for f in fields(SECTIONS[section])]
+    if name not in options:
+        raise UserError(f"{where}: [{section}] has no option {name!r}; {_nearest(name, options)}")
+
+
+def _nearest(name: str, options: Iterable[str]) -> str:
+    return str(choose("option", name, options)).split("; ", 1)[1]
+
+
+def _typed(key: str, value: Any, where: str) -> Any:
+    section, _, name = key.partition(".")
+    if section in CHOICES:
+        if name == "name" and not isinstance(value, str):
+            raise UserError(f"{where}: {key} must be a name, got {value!r}.")
+        return value
+    owner = SECTIONS[section] if name else RunConfig
+    default = next(f for f in fields(owner) if f.name == (name or section)).default
+    hint = get_type_hints(owner)[name or section]
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(default, tuple) and isinstance(value, list | tuple):
+        inner = float if hint == tuple[float, ...] else str
+        if all(isinstance(v, inner | int) and not isinstance(v, bool) for v in value):
+            return tuple(inner(v) for v in value)
+    elif type(value) is hint:
+        return value
+    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint, "a list")
+    raise UserError(f"{where}: {key} must be {kind} (default {_plain(default)!r}), got {value!r}.")
+
+
+def _build(values: Values) -> RunConfig:
+    made: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
+    for section, kind in SECTIONS.items():
+        made[section] = kind(**{k.split(".", 1)[1]: v for k, v in values.items() if k.startswith(section + ".")})
+    for choice in CHOICES:
+        own = {k.split(".", 1)[1]: v for k, v in values.items() if k.startswith(choice + ".")}
+        name = own.pop("name", getattr(RunConfig(), choice).name)
+        made[choice] = Choice(name, tuple(sorted((k, _plain(v)) for k, v in own.items())))
+    return RunConfig(**made)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # a TOML basic string has JSON's escapes
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return repr(value)

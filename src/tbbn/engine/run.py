@@ -1,0 +1,428 @@
+"""The training loop, the only one. A run is a generator: it yields after every step it has enqueued.
+
+One seed expands into named streams (class order, weights, batches, augmentation, exemplars), each a pure function of the
+task, the phase and the epoch. What a run is at any epoch's end is therefore: the weights, the optimiser's momentum, the best
+epoch so far, the memory, the record and its position.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tbbn import metrics, seeds
+from tbbn.config import RunConfig
+from tbbn.data import sources
+from tbbn.data.augment import augmentation
+from tbbn.data.batches import parts
+from tbbn.data.scenario import Scenario, Task, make_scenario
+from tbbn.engine import check
+from tbbn.engine.stage import Drawn, LearningStage, Rows, evaluated
+from tbbn.engine.step import Captured, Images, Shape, Step
+from tbbn.errors import UserError
+from tbbn.methods import Phase
+from tbbn.models import Network, Output, backbone
+from tbbn.norm import convert, splits
+from tbbn.record import Record, new_record
+
+
+@dataclass(frozen=True)
+class Position:
+    """The next epoch to train: of which phase, of which task."""
+
+    task: int = 0
+    phase: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A step has been enqueued; nothing has been waited for."""
+
+    position: Position
+    phase: str
+    epochs: int
+    step: int  # done in this epoch
+    steps: int
+
+
+@dataclass(frozen=True)
+class EpochEnded:
+    position: Position
+    phase: str
+    epochs: int
+    losses: dict[str, float]
+    validation: float | None
+
+
+@dataclass(frozen=True)
+class TaskEnded:
+    task: int
+    accuracy: list[float]  # of each task so far
+    exemplars: int
+
+
+Event = Stepped | EpochEnded | TaskEnded
+
+
+class Diverged(Exception):
+    """The loss is no longer a number."""
+
+
+def run(
+    config: RunConfig, *, on_event: Callable[[Event], None] | None = None, directory: str | Path | None = None
+) -> Record:
+    """Train and evaluate; the record says how it ended. With a directory, the record is saved there after every task."""
+    job = Run(config)
+    try:
+        job.record.status = "interrupted"  # what a reader should believe if this process disappears
+        for event in job.work():
+            if on_event is not None:
+                on_event(event)
+            if directory is not None and isinstance(event, TaskEnded):
+                job.record.save(Path(directory))
+        job.record.status = "finished"
+    except Diverged as error:
+        job.record.status, job.record.message = "diverged", str(error)
+    finally:
+        if directory is not None:
+            job.record.save(Path(directory))
+    return job.record
+
+
+class Run:
+    """A run in progress. ``work`` advances it; between two of its events everything lies in the attributes."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.method = check.check(config)
+        self.device = check.device(config)
+        data = config.data
+        self.source = sources.load(data.name, data.root, download=data.download, size=data.size or None)
+        self.scenario = scenario_of(config, self.source)
+        self.augment = augmentation(config.batch.augment, crop=data.crop or None)
+        self.strong = augmentation("strong", crop=data.crop or None)
+        self.train_data, self.test_data = self._images("train"), self._images("test")
+        self.memory = check.make_memory(config)
+        self.network = self._network()
+        self.previous: Network | None = None
+        self.record = new_record(config)
+        self.record.class_order = list(self.scenario.class_order)
+        self.record.task_sizes = list(self.scenario.task_sizes)
+        self.position = Position()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.rows: Rows | None = None  # of the phase being trained
+        self.best: tuple[float, dict[str, Tensor]] | None = (
+            None  # validation loss and weights of the phase's best epoch
+        )
+
+    def _images(self, split: str) -> Images:
+        part, labels = getattr(self.source, split), getattr(self.scenario, f"{split}_labels")
+        mean, std = torch.tensor(self.source.mean), torch.tensor(self.source.std)
+        images, labels, mean, std = (t.to(self.device) for t in (part.images, labels, mean, std))
+        return Images(images, labels, mean, std, self.config.data.crop or None)
+
+    def _network(self) -> Network:
+        body = backbone(
+            self.config.backbone,
+            in_channels=self.source.train.images.shape[1],
+            last_relu=self.method.last_relu,
+            generator=seeds.generator(self.config.seed, "weights"),
+        )
+        convert(body, self.config.norm.name, **self.config.norm.dict())
+        network = Network(body, self.method.make_head(body.n_features))
+        return network.to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def work(self) -> Iterator[Event]:
+        """Everything that is left to do."""
+        with settings(self.config, self.device):
+            while self.position.task < len(self.scenario.tasks):
+                yield from self._learn(self.scenario.tasks[self.position.task])
+
+    def _stage(self, task: Task) -> LearningStage:
+        batch = self.config.batch
+        return LearningStage(
+            number=task.number,
+            task=task,
+            network=self.network,
+            previous=self.previous,
+            memory=self.memory,
+            scenario=self.scenario,
+            method=self.method,
+            data=self.train_data,
+            augment=self.augment,
+            strong=self.strong,
+            seed=self.config.seed,
+            batch_size=batch.size,
+            ratio=check.ratio(self.config),
+            length=batch.length,
+            last=batch.last,
+            from_union=batch.current_from == "union",
+            online=self.config.data.online,
+            evaluation_size=batch.evaluation,
+            precision=self.config.precision,
+        )
+
+    def _learn(self, task: Task) -> Iterator[Event]:
+        started = time.perf_counter()
+        stage = self._stage(task)
+        if self.position == Position(task.number):
+            self.network.grow(len(task.classes), seeds.generator(self.config.seed, "head", task.number))
+            self.method.before_task(stage)
+        phases = self.method.phases(stage)
+        while self.position.phase < len(phases):
+            yield from self._train(stage, phases[self.position.phase])
+            self.position = Position(task.number, self.position.phase + 1)
+        self.method.after_training(stage)
+        if self.method.uses_memory:
+            self.memory = stage.memory = stage.updated_memory()
+        self.method.after_task(stage)
+        self._evaluate(task)
+        self.record.exemplars.append(len(self.memory))
+        self.record.seconds += time.perf_counter() - started
+        self.previous = self.network.teacher() if self.method.needs_previous else None
+        self.position = Position(task.number + 1)
+        yield TaskEnded(task.number, self.record.accuracy[-1], len(self.memory))
+
+    # Training. -------------------------------------------------------------------------------------------------------
+
+    def _train(self, stage: LearningStage, phase: Phase) -> Iterator[Event]:
+        hyper = Hyper.of(self.config, phase)
+        trained = self.method.parameters(self.network, phase.trainable)
+        chosen = {id(p) for p in trained}
+        for parameter in self.network.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+        if self.position.epoch == 0:
+            self.rows, self.best = stage.phase_rows(phase.rows), None
+            self.optimizer = torch.optim.SGD(
+                trained,
+                lr=torch.tensor(hyper.lr, device=self.device) if self.device.type == "cuda" else hyper.lr,
+                momentum=hyper.momentum,
+                weight_decay=hyper.weight_decay,
+                nesterov=self.config.train.nesterov and hyper.momentum > 0,
+                fused=True,
+            )
+        assert self.rows is not None and self.optimizer is not None
+        steps: dict[Shape, Step | Captured] = {}
+        while self.position.epoch < hyper.epochs:
+            epoch = self.position.epoch
+            _set_lr(self.optimizer, hyper.lr_at(epoch))
+            drawn = stage.draw(self.rows, phase.name, epoch)
+            self.network.train(phase.network_mode == "train")
+            yield from self._epoch(stage, phase, hyper, drawn, steps, trained)
+            losses = _read(steps)
+            if not all(math.isfinite(v) for v in losses.values()):
+                where = f"task {stage.number}, phase {phase.name!r}, epoch {epoch}"
+                raise Diverged(f"the loss is not finite after {where}: {losses}")
+            validation = stage.validation_loss() if hyper.keep == "best" else None
+            if validation is not None and (self.best is None or validation < self.best[0]):
+                self.best = validation, {k: v.clone() for k, v in self.network.state_dict().items()}
+            self.record.history.append(
+                {"task": stage.number, "phase": phase.name, "epoch": epoch, "lr": hyper.lr_at(epoch), **losses}
+                | ({} if validation is None else {"validation": validation})
+            )
+            yield EpochEnded(self.position, phase.name, hyper.epochs, losses, validation)
+            self.position = replace(self.position, epoch=epoch + 1)
+        if self.best is not None:
+            self.network.load_state_dict(self.best[1])
+        self.network.eval()
+
+    def _epoch(
+        self,
+        stage: LearningStage,
+        phase: Phase,
+        hyper: Hyper,
+        drawn: list[Drawn],
+        steps: dict[Shape, Step | Captured],
+        trained: list[torch.nn.Parameter],
+    ) -> Iterator[Event]:
+        done, total = 0, sum(block.steps for block in drawn)
+        for block in drawn:
+            if block.shape not in steps:
+                steps[block.shape] = self._make_step(stage, phase, block, trained)
+            step = steps[block.shape]
+            for i in range(block.steps):
+                step(block.index[i], [p[i] for p in block.parameters])
+                done += 1
+                yield Stepped(self.position, phase.name, hyper.epochs, done, total)
+
+    def _make_step(
+        self, stage: LearningStage, phase: Phase, block: Drawn, trained: list[torch.nn.Parameter]
+    ) -> Step | Captured:
+        assert self.optimizer is not None
+        by_task = self.config.norm.name == "adab2n" and self.device.type == "cpu"
+        step = Step(
+            data=self.train_data,
+            augment=self.augment,
+            strong=self.strong,
+            network=self.network,
+            previous=self.previous,
+            loss=getattr(self.method, phase.loss),
+            optimizer=self.optimizer,
+            parameters=trained,
+            shape=block.shape,
+            clip_norm=self.config.train.clip_norm,
+            clip_value=self.config.train.clip_value,
+            separate=self.config.batch.forward == "separate",
+            precision=self.config.precision,
+            class_task=_task_of_class(self.scenario, self.device) if by_task else None,
+        )
+        # Short blocks would be captured for a step or two an epoch: not worth a graph.
+        return Captured(step) if self.device.type == "cuda" and block.steps >= 8 else step
+
+    # Evaluation. -----------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, task: Task) -> None:
+        """Predict every test image of the tasks so far: with all classes to choose from, and with its own task's alone."""
+        rows = torch.cat([self._test_rows(t) for t in self.scenario.tasks[: task.number + 1]])
+        labels = self.scenario.test_labels[rows]
+        tasks = _task_of_class(self.scenario, torch.device("cpu"))
+        own = tasks[labels].to(self.device)
+        seen = tasks[: task.classes.stop].to(self.device)
+        done = 0
+
+        def predict(output: Output) -> Tensor:
+            nonlocal done
+            scores = self.method.predict(output)
+            others = own[done : done + len(scores)].unsqueeze(1) != seen
+            done += len(scores)
+            return torch.stack([scores.argmax(1), scores.masked_fill(others, -math.inf).argmax(1)])
+
+        size, precision = self.config.batch.evaluation, self.config.precision
+        parts_ = list(evaluated(self.network, self.test_data, rows, size, precision, predict))
+        free, known = torch.cat(parts_, 1).cpu()
+        by_task = [tasks[labels] == t for t in range(task.number + 1)]
+        self.record.accuracy.append([(free == labels)[m].float().mean().item() for m in by_task])
+        self.record.task_il.append([(known == labels)[m].float().mean().item() for m in by_task])
+        n = task.classes.stop
+        confusion = torch.bincount(labels * n + free, minlength=n * n).view(n, n).tolist()
+        self.record.errors.append(metrics.confusion_error_types(confusion, task.classes.start))
+        self.record.predictions[f"task{task.number}"] = free.to(torch.int16)
+        self.record.splits.append(self.whole_batch(task.number)[2])
+
+    def _test_rows(self, task: Task) -> Tensor:
+        if self.config.data.test == "all":
+            return task.test
+        return task.test[: len(task.test) // self.config.batch.size * self.config.batch.size]
+
+    def whole_batch(self, task: int) -> tuple[int, int, int]:
+        """Current rows, memory rows and splits of a whole batch of a task."""
+        if not task or not self.memory.budget or not self.method.uses_memory:
+            return self.config.batch.size, 0, 1
+        current, memory = parts(self.config.batch.size, check.ratio(self.config))
+        memory *= self.method.memory_views(task)
+        rule = self.config.norm.dict().get("rule", "paper")
+        return current, memory, splits(current, memory, task, rule)
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The settings of a phase, all filled in."""
+
+    epochs: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    schedule: str
+    milestones: tuple[float, ...]
+    gamma: float
+    keep: str
+
+    @classmethod
+    def of(cls, config: RunConfig, phase: Phase) -> Hyper:
+        train = config.train
+
+        def pick(name: str) -> Any:
+            own = getattr(phase, name)
+            return getattr(train, name) if own is None else own
+
+        return cls(
+            epochs=pick("epochs"),
+            lr=pick("lr") * phase.lr_factor,
+            momentum=pick("momentum"),
+            weight_decay=pick("weight_decay"),
+            schedule=pick("schedule"),
+            milestones=train.milestones,
+            gamma=train.gamma,
+            keep=pick("keep"),
+        )
+
+    def lr_at(self, epoch: int) -> float:
+        if self.schedule == "cosine":
+            return self.lr * 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
+        if self.schedule == "multistep":
+            return self.lr * self.gamma ** sum(epoch >= round(m * self.epochs) for m in self.milestones)
+        return self.lr
+
+
+def scenario_of(config: RunConfig, source: sources.Source) -> Scenario:
+    data = config.data
+    order: str | list[int] = data.class_order
+    if "," in data.class_order:
+        try:
+            order = [int(part) for part in data.class_order.split(",")]
+        except ValueError:
+            raise UserError(f"data.class_order must be a name or whole numbers with commas, got {order!r}.") from None
+    return make_scenario(
+        source,
+        n_tasks=data.tasks,
+        base_classes=data.base_classes,
+        class_order=order,
+        class_order_seed=config.seed if data.class_order_seed < 0 else data.class_order_seed,
+        validation=data.validation,
+        seed=config.seed,
+    )
+
+
+class settings:
+    """Torch's process-wide settings as this run wants them, put back afterwards."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        self.threads = config.threads
+        self.tf32 = config.precision != "fp32"
+
+    def __enter__(self) -> None:
+        self.before = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = self.tf32
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self.before[0])
+        torch.set_float32_matmul_precision(self.before[1])
+        torch.backends.cudnn.allow_tf32 = self.before[2]
+
+
+def _task_of_class(scenario: Scenario, device: torch.device) -> Tensor:
+    sizes = torch.tensor(scenario.task_sizes)
+    return torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(device)
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # in place: a captured step reads it
+        else:
+            group["lr"] = lr
+
+
+def _read(steps: dict[Shape, Step | Captured]) -> dict[str, float]:
+    """The mean of each loss term over the epoch's steps; the totals begin again."""
+    sums: dict[str, float] = {}
+    count = 0
+    for entry in steps.values():
+        step = entry.step if isinstance(entry, Captured) else entry
+        for name, value in zip(step.names, step.totals.tolist(), strict=True):
+            sums[name] = sums.get(name, 0.0) + value
+        step.totals.zero_()
+        count += step.count
+        step.count = 0
+    return {name: value / max(count, 1) for name, value in sums.items()}

@@ -1,0 +1,195 @@
+"""A training step as a function of device tensors: rows of the data set and augmentation parameters in, loss terms out.
+
+Everything random was drawn before the epoch, everything it needs lies on the device, and nothing in it waits for the device:
+so a step can run eagerly, or be captured once as a CUDA graph and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tbbn.data.augment import Augment, evaluation_view, normalise
+from tbbn.data.batches import Batch
+from tbbn.methods import Losses
+from tbbn.models import Network, Output
+from tbbn.norm import balance, is_balanced, penalty
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """A split of the data on the run's device, and how a network sees it."""
+
+    images: Tensor  # (N, C, H, W) uint8
+    labels: Tensor  # (N,) int64, arrival order
+    mean: Tensor  # (C,)
+    std: Tensor
+    crop: int | None
+
+    def normalised(self, images: Tensor) -> Tensor:
+        return normalise(images, self.mean, self.std).contiguous(memory_format=torch.channels_last)
+
+    def seen(self, rows: Tensor) -> Tensor:
+        """The rows as evaluation sees them: not augmented."""
+        return self.normalised(evaluation_view(self.images[rows], crop=self.crop))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is the same for all steps of a block: the batch's layout and the place in the sequence of tasks."""
+
+    n_current: int
+    n_memory: int
+    views: int  # of each memory row; those after the first are strongly augmented
+    past_tasks: int
+    n_old_classes: int
+    n_classes: int
+    layout: bool  # whether rows are [current ; memory]; mixed batches have none
+
+    @property
+    def base_rows(self) -> int:
+        return self.n_current + self.n_memory
+
+    @property
+    def extra_rows(self) -> int:
+        return self.n_memory * (self.views - 1)
+
+
+LossFunction = Callable[[Batch, Output, Output | None], Losses]
+
+
+@dataclass(eq=False)
+class Step:
+    """The eager step. ``totals`` adds up the loss terms, in the order of ``names``, until they are read."""
+
+    data: Images
+    augment: Augment
+    strong: Augment
+    network: Network
+    previous: Network | None
+    loss: LossFunction
+    optimizer: torch.optim.Optimizer
+    parameters: list[nn.Parameter]
+    shape: Shape
+    clip_norm: float = 0.0
+    clip_value: float = 0.0
+    separate: bool = False
+    precision: str = "fp32"
+    class_task: Tensor | None = None  # (classes,) the task of each class, where the norm asks for it
+
+    def __post_init__(self) -> None:
+        self.names: list[str] = []
+        self.count = 0  # steps since the totals were read
+        self.totals = torch.zeros(0, device=self.data.images.device)
+        self.balanced = self.shape.layout and not self.separate and is_balanced(self.network)
+
+    def __call__(self, index: Tensor, drawn: list[Tensor]) -> None:
+        """Train on one batch: ``index`` (rows,) and for each augmentation its parameters (rows, k)."""
+        self.count += 1
+        self.train(index, drawn)
+
+    def train(self, index: Tensor, drawn: list[Tensor]) -> None:
+        terms = self.losses(self.batch(index, drawn))
+        names = [*terms, "total"]
+        if names != self.names:
+            self.names, self.totals = names, torch.zeros(len(names), device=self.totals.device)
+        total = torch.stack(list(terms.values())).sum()
+        self.optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        if self.clip_value:
+            nn.utils.clip_grad_value_(self.parameters, self.clip_value)
+        if self.clip_norm:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.optimizer.step()
+        self.totals += torch.stack([*terms.values(), total]).detach().float()
+
+    def batch(self, index: Tensor, drawn: list[Tensor]) -> Batch:
+        raw = self.data.images[index]
+        n = self.shape.base_rows
+        images = self.augment.apply(raw[:n] if self.shape.extra_rows else raw, drawn[0])
+        if self.shape.extra_rows:
+            images = torch.cat([images, self.strong.apply(raw[n:], drawn[1])])
+        shape = self.shape
+        n_memory = shape.n_memory * shape.views if shape.layout else 0
+        n_current = shape.n_current if shape.layout else shape.base_rows
+        labels = self.data.labels[index]
+        return Batch(
+            self.data.normalised(images), labels, index, n_current, n_memory, shape.n_old_classes, shape.n_classes
+        )
+
+    def losses(self, batch: Batch) -> Losses:
+        with autocast(self.precision, batch.images.device):
+            previous = None
+            if self.previous is not None:
+                with torch.no_grad():
+                    previous = self.previous(batch.images)
+            output = self.forward(batch)
+            terms = self.loss(batch, output, previous)
+            extra = penalty(self.network) if self.balanced else None
+        return terms if extra is None else {**terms, "norm": extra}
+
+    def forward(self, batch: Batch) -> Output:
+        if self.separate and batch.n_memory:
+            parts = [self.network(batch.images[rows]) for rows in (batch.current, batch.memory)]
+            return joined(*parts)
+        if not self.balanced:
+            return self.network(batch.images)
+        ids = None if self.class_task is None else self.class_task[batch.labels]
+        with balance(
+            self.network,
+            current=batch.n_current,
+            memory=batch.n_memory,
+            past_tasks=self.shape.past_tasks,
+            task_ids=ids,
+        ):
+            return self.network(batch.images)
+
+
+def joined(first: Output, second: Output) -> Output:
+    """The outputs of two parts of a batch as those of the whole."""
+    similarity = None
+    if first.similarity is not None and second.similarity is not None:
+        similarity = torch.cat([first.similarity, second.similarity])
+    return Output(
+        logits=torch.cat([first.logits, second.logits]),
+        features=torch.cat([first.features, second.features]),
+        stages=tuple(torch.cat(pair) for pair in zip(first.stages, second.stages, strict=True)),
+        similarity=similarity,
+        task_sizes=first.task_sizes,
+        state=first.state,
+    )
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+class Captured:
+    """A step captured as a CUDA graph after a few eager ones, which are training steps like any other."""
+
+    EAGER_STEPS = 3
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.done = step, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, index: Tensor, drawn: list[Tensor]) -> None:
+        self.done += 1
+        if self.done <= self.EAGER_STEPS:
+            self.step(index, drawn)
+            return
+        if self.graph is None:
+            self.index, self.drawn = index.clone(), [d.clone() for d in drawn]
+            self.graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.graph):
+                self.step.train(self.index, self.drawn)
+        self.step.count += 1
+        self.index.copy_(index)
+        for mine, given in zip(self.drawn, drawn, strict=True):
+            mine.copy_(given)
+        self.graph.replay()

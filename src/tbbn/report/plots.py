@@ -1,0 +1,53 @@
+"""Records to pictures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from tbbn.errors import UserError
+from tbbn.record import Record
+from tbbn.report.tables import grouped
+
+# Okabe and Ito's colours: apart for colour-blind readers too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+
+
+def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
+    """Mean accuracy over the tasks seen so far, after each task; a band shows the standard deviation over seeds."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("plots need matplotlib; pip install 'tbbn[bench]'.") from None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    names = []
+    for i, (name, members) in enumerate(grouped(records).items()):
+        curves = [[sum(row) / len(row) for row in r.accuracy] for r in members if r.accuracy]
+        if not curves:
+            continue
+        length = min(map(len, curves))
+        tasks = range(1, length + 1)
+        mean = [100 * statistics.fmean(c[t] for c in curves) for t in range(length)]
+        colour, marker = COLOURS[i % len(COLOURS)], "os^Dv<>p"[i % 8]
+        axes.plot(tasks, mean, color=colour, marker=marker, markersize=5, label=f"{name} ({len(curves)} seeds)")
+        if len(curves) > 1:
+            spread = [100 * statistics.stdev(c[t] for c in curves) for t in range(length)]
+            low = [m - s for m, s in zip(mean, spread, strict=True)]
+            high = [m + s for m, s in zip(mean, spread, strict=True)]
+            axes.fill_between(tasks, low, high, color=colour, alpha=0.15, linewidth=0)
+        names.append(members[0].run_config.data.name)
+    axes.set_xlabel("tasks learnt")
+    axes.set_ylabel("mean accuracy over tasks seen (%)")
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    if names:
+        axes.legend(frameon=False)
+        axes.set_title(", ".join(dict.fromkeys(names)))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path

@@ -1,0 +1,133 @@
+"""Several runs from one description: every method with every norm and every seed, one directory each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tbbn.config import RunConfig, Values, parse_value, resolve, to_toml
+from tbbn.engine import Event, run
+from tbbn.engine.check import check
+from tbbn.errors import UserError
+from tbbn.record import Record, load_record
+
+Layer = tuple[str, Values]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What varies: names of methods and norms, options in brackets as in ``cn(groups=8)``, and seeds."""
+
+    methods: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be done, and where its files go."""
+
+    config: RunConfig
+    directory: Path
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Names at top-level commas.
+
+    >>> split_names("bn, cn(groups=8,eps=1e-5),tbbn")
+    ('bn', 'cn(groups=8,eps=1e-5)', 'tbbn')
+    """
+    parts = re.findall(r"[^,(]+(?:\([^)]*\))?", text)
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def parse_choice(kind: str, text: str) -> dict[str, Any]:
+    """``name(option=value, ...)`` as settings.
+
+    >>> parse_choice("norm", "cn(groups=8)")
+    {'norm.name': 'cn', 'norm.groups': 8}
+    """
+    match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*", text)
+    if match is None:
+        raise UserError(f"{kind} must look like name or name(option=value), got {text!r}.")
+    found: dict[str, Any] = {f"{kind}.name": match[1]}
+    for part in filter(None, (p.strip() for p in (match[2] or "").split(","))):
+        option, separator, value = (p.strip() for p in part.partition("="))
+        if not separator or not option:
+            raise UserError(f"{kind} {match[1]!r}: options look like option=value, got {part!r}.")
+        found[f"{kind}.{option}"] = parse_value(f"{kind}.{option}", value)
+    return found
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """A number of seeds, or the seeds themselves.
+
+    >>> parse_seeds("3"), parse_seeds("0,5"), parse_seeds("7,")
+    ((0, 1, 2), (0, 5), (7,))
+    """
+    try:
+        seeds = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UserError(f"seeds must be a number of seeds or seeds with commas, got {text!r}.") from None
+    if "," not in text and seeds:
+        seeds = tuple(range(seeds[0]))
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise UserError(f"seeds must be different numbers, none negative, got {text!r}.")
+    return seeds
+
+
+def expand(layers: Sequence[Layer], axes: Axes, out: Path) -> list[Job]:
+    """Every combination as a checked config with its own directory; one alone gets ``out`` itself."""
+    jobs = []
+    for method, norm, seed in product(axes.methods or ("",), axes.norms or ("",), axes.seeds or (None,)):
+        layer: dict[str, Any] = {}
+        if method:
+            layer |= parse_choice("method", method)
+        if norm:
+            layer |= parse_choice("norm", norm)
+        if seed is not None:
+            layer["seed"] = seed
+        config = resolve(*layers, ("command line", layer))
+        check(config)
+        name = re.sub(r"[^\w.=-]+", "_", f"{config.method}-{config.norm}-{config.seed}").strip("_")
+        jobs.append(Job(config, out / name))
+    if len(jobs) == 1:
+        return [Job(jobs[0].config, out)]
+    return jobs
+
+
+def finished(job: Job) -> Record | None:
+    """The record of a job that was done before, with the same config; another config there is an error."""
+    if not (job.directory / "record.json").exists():
+        return None
+    record = load_record(job.directory)
+    if to_toml(record.run_config) != to_toml(job.config):
+        raise UserError(f"{job.directory}: holds a run of another config; use --name or --overwrite.")
+    return record if record.status == "finished" else None
+
+
+def run_all(
+    jobs: Sequence[Job],
+    *,
+    on_start: Callable[[Job], None] | None = None,
+    on_event: Callable[[Job, Event], None] | None = None,
+    on_end: Callable[[Job, Record], None] | None = None,
+    overwrite: bool = False,
+) -> list[Record]:
+    """Do the jobs one after another; those finished before are taken as they are."""
+    records = []
+    for job in jobs:
+        record = None if overwrite else finished(job)
+        if record is None:
+            if on_start is not None:
+                on_start(job)
+            listener = None if on_event is None else (lambda event, job=job: on_event(job, event))
+            record = run(job.config, on_event=listener, directory=job.directory)
+        if on_end is not None:
+            on_end(job, record)
+        records.append(record)
+    return records
