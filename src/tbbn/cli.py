@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from tbbn import config as cfg
 from tbbn.errors import UserError, choose
+from tbbn.protocols import QUIRKS
 
 EXIT_MISTAKE = 2
 EXIT_DIVERGED = 3
@@ -68,6 +69,7 @@ def _parser() -> Parser:
     run.add_argument("--seeds", help="a number of seeds, or seeds with commas")
     run.add_argument("--name", help="the folder under --out; made from the settings if not given")
     run.add_argument("--out", default="runs", help="where runs are kept (default: runs)")
+    run.add_argument("--lanes", type=int, default=1, help="runs at a time on one device (default: 1)")
     run.add_argument(
         "--dry-run", action="store_true", help="check, print the config and what would be done, do nothing"
     )
@@ -109,7 +111,20 @@ def _shown(value: Any) -> str:
     )
 
 
-RUN_OPTIONS = ("norm", "method", "data", "seeds", "name", "out", "dry-run", "overwrite", "json", "quiet", "help")
+RUN_OPTIONS = (
+    "norm",
+    "method",
+    "data",
+    "seeds",
+    "name",
+    "out",
+    "lanes",
+    "dry-run",
+    "overwrite",
+    "json",
+    "quiet",
+    "help",
+)
 
 
 def _take_settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -186,7 +201,12 @@ def _run(chosen: argparse.Namespace) -> int:
         return _dry_run(jobs, chosen.json)
     with progress(jobs, chosen.quiet) as shown:
         records = run_all(
-            jobs, on_start=shown.start, on_event=shown.event, on_end=shown.end, overwrite=chosen.overwrite
+            jobs,
+            lanes=chosen.lanes,
+            on_start=shown.start,
+            on_event=shown.event,
+            on_end=shown.end,
+            overwrite=chosen.overwrite,
         )
     folder = Path(chosen.out) / jobs[0].directory.relative_to(chosen.out).parts[0]
     if chosen.json:
@@ -290,7 +310,7 @@ LISTS = {
     "backbones": _list_backbones,
     "recipes": _list_recipes,
     "augmentations": _list_augmentations,
-    "quirks": lambda: {name: line for name, (line, _) in cfg.QUIRKS.items()},
+    "quirks": lambda: {name: quirk.line for name, quirk in QUIRKS.items()},
 }
 
 

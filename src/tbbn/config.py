@@ -6,7 +6,9 @@ file, the command line. Each layer is a flat mapping from dotted names (``train.
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -14,13 +16,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from tbbn.errors import UserError, choose
+from tbbn.protocols import DATA, PAPER, PAPER_DATA, PAPER_METHOD, PROTOCOLS, QUIRKS, Values
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
     import tomli as tomllib
-
-Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,51 +41,52 @@ class Choice:
 
 @dataclass(frozen=True)
 class DataConfig:
-    name: str = "digits"
+    name: str = "digits"  # tbbn list datasets
     root: str = "data"  # where data sets lie, and where downloads go
-    download: bool = True
+    download: bool = True  # whether missing data may be downloaded
     size: int = 0  # side of the stored images; 0: as they come
     crop: int = 0  # side of what the network sees; 0: the stored size
-    tasks: int = 5
+    tasks: int = 5  # in how many tasks the classes arrive
+    stop_after: int = 0  # learn the first so many tasks only; 0: all
     base_classes: int = 0  # classes of the first task, where it is larger than the others
     class_order: str = "seed"  # "seed", "natural", "icarl", or class numbers with commas
     class_order_seed: int = -1  # -1: the run's seed
     validation: float = 0.0  # share of each class's training images held out
     online: bool = False  # a single pass over each task
-    test: str = "all"  # "whole-batches": the last short batch of each task's test set is not evaluated
+    test: str = "all"  # or "whole-batches": the last short batch of each task's test set is not evaluated
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    budget: int = 100
+    budget: int = 100  # exemplars in all; 0: none
     per_class: bool = False  # whether the budget is a number for each class, not a total
     rounding: str = "floor"  # of budget / classes: "floor" or "ceil"
-    selection: str = "herding"  # "herding", "random", "entropy", "distance", "reservoir"
+    selection: str = "herding"  # or "random", "entropy", "distance", "reservoir" (online)
     shrink: str = "truncate"  # old classes keep the first of their order, or "reselect"
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    size: int = 64
+    size: int = 64  # rows of a batch, memory rows among them
     ratio: str = "3:1"  # current rows to memory rows
     length: str = "longer"  # an epoch is as long as the "longer" of the two sets, or "current", or "memory"
     last: str = "short"  # short last batches are used, or "drop"ped
     forward: str = "joint"  # one forward for the whole batch, or "separate" ones for its two parts
     current_from: str = "task"  # current rows are of the new task, or of its "union" with the memory
-    augment: str = "none"
+    augment: str = "none"  # tbbn list augmentations
     evaluation: int = 500  # images at once where nothing is trained
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    epochs: int = 20
-    lr: float = 0.1
-    momentum: float = 0.9
-    nesterov: bool = False
-    weight_decay: float = 5e-4
-    schedule: str = "multistep"  # or "cosine", "constant"
-    milestones: tuple[float, ...] = (0.5, 0.75)  # as shares of the epochs
-    gamma: float = 0.1
+    epochs: int = 20  # for each task
+    lr: float = 0.1  # of SGD, at each task's start
+    momentum: float = 0.9  # of SGD
+    nesterov: bool = False  # Nesterov's momentum
+    weight_decay: float = 5e-4  # of every parameter
+    schedule: str = "multistep"  # of the learning rate; or "cosine", "constant"
+    milestones: tuple[float, ...] = (0.5, 0.75)  # of "multistep", as shares of the epochs
+    gamma: float = 0.1  # of "multistep": the factor at each milestone
     clip_norm: float = 0.0  # largest norm of the gradient; 0: off
     clip_value: float = 0.0  # largest entry of the gradient; 0: off
     keep: str = "last"  # which epoch's weights stay: "last", or "best" by the validation loss of the current task
@@ -92,13 +94,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    protocol: str = "clean"
-    quirks: tuple[str, ...] = ()
-    seed: int = 0
-    device: str = "auto"  # "cpu", "cuda", "cuda:1", ...
-    precision: str = "fp32"  # "tf32", "bf16": arithmetic of convolutions and products; statistics stay float32
+    protocol: str = "clean"  # or "paper": trained as the authors did
+    quirks: tuple[str, ...] = ()  # errors of the released code to reproduce: tbbn list quirks
+    seed: int = 0  # of everything random
+    device: str = "auto"  # a GPU if there is one; or "cpu", "cuda", "cuda:1", ...
+    precision: str = "fp32"  # or "tf32", "bf16": arithmetic of convolutions and products; statistics stay float32
     threads: int = 0  # CPU threads; 0: torch's own choice
-    backbone: str = "small"
+    backbone: str = "small"  # tbbn list backbones
     norm: Choice = Choice("bn")
     method: Choice = Choice("ft")
     data: DataConfig = field(default_factory=DataConfig)
@@ -120,113 +122,6 @@ SECTIONS: dict[str, type] = {
 }
 CHOICES = ("norm", "method")
 
-# What suits a data set, whatever the protocol.
-_CIFAR = {
-    "backbone": "resnet32",
-    "memory.budget": 2000,
-    "data.tasks": 10,
-    "train.epochs": 160,
-    "batch.augment": "shift",
-}
-_IMAGENET = {
-    **_CIFAR,
-    "backbone": "resnet18",
-    "train.epochs": 100,
-    "train.milestones": (0.4, 0.8),
-    "batch.augment": "resized",
-    "data.crop": 224,
-}
-_SMALL = {"backbone": "resnet20", "memory.budget": 200, "data.tasks": 5, "train.epochs": 20, "batch.augment": "none"}
-DATA: dict[str, Values] = {
-    "digits": {"train.epochs": 20, "train.lr": 0.05},
-    "synthetic": {"train.epochs": 10, "data.tasks": 10, "memory.budget": 100, "train.lr": 0.05},
-    "mnist": _SMALL,
-    "fashion-mnist": _SMALL,
-    "svhn": {**_SMALL, "batch.augment": "shift"},
-    "cifar10": {**_CIFAR, "data.tasks": 5},
-    "cifar100": _CIFAR,
-    "stl10": {**_CIFAR, "data.tasks": 5, "backbone": "resnet18", "memory.budget": 200},
-    "tiny-imagenet": {**_CIFAR, "backbone": "resnet18-small", "train.epochs": 100},
-    "imagenet100": _IMAGENET,
-    "dissimilar": {
-        **_CIFAR,
-        "backbone": "resnet18",
-        "train.epochs": 100,
-        "train.milestones": (0.4, 0.8),
-    },
-}
-
-# How the paper was trained (protocol.md): the same for every data set but for what DATA says.
-PAPER: Values = {
-    "data.validation": 0.1,
-    "memory.rounding": "ceil",
-    "memory.shrink": "reselect",
-    "batch.last": "drop",
-    "train.lr": 0.1,
-    "train.momentum": 0.0,
-    "train.weight_decay": 1e-4,
-    "train.keep": "best",
-}
-PAPER_DATA: dict[str, Values] = {
-    "digits": {"data.validation": 0.0, "train.keep": "last", "batch.last": "short"},  # 29 images in a validation split
-    "cifar10": {"batch.augment": "padded-resized"},
-    "cifar100": {"batch.augment": "padded-resized"},
-    "dissimilar": {"batch.augment": "padded-resized"},
-    "imagenet100": {"memory.selection": "random"},
-}
-# PODNet and AFC were run with their own programs' settings, with batches of 96 + 32.
-_POD: Values = {
-    "backbone": "resnet32-podnet",
-    "data.validation": 0.0,
-    "memory.rounding": "floor",
-    "memory.shrink": "truncate",
-    "batch.size": 128,
-    "batch.augment": "shift-brightness",
-    "train.epochs": 160,
-    "train.momentum": 0.9,
-    "train.weight_decay": 5e-4,
-    "train.schedule": "cosine",
-    "train.clip_value": 5.0,
-    "train.keep": "last",
-}
-PAPER_METHOD: dict[str, Values] = {
-    "podnet": _POD,
-    "afc": _POD,
-    "podnet/imagenet100": {
-        "backbone": "resnet18-podnet",
-        "batch.size": 64,
-        "batch.augment": "resized",
-        "train.epochs": 90,
-        "train.lr": 0.05,
-        "method.pod_spatial": 8.0,
-        "method.pod_flat": 10.0,
-        "method.finetune_lr": 0.01,
-    },
-    "afc/imagenet100": {
-        "backbone": "resnet18-podnet",
-        "batch.augment": "resized",
-        "train.epochs": 90,
-        "train.weight_decay": 1e-4,
-        "method.importance_weight": 10.0,
-        "method.finetune_lr": 0.02,
-    },
-}
-PROTOCOLS = ("clean", "paper")
-
-# Errors of the released code, by name: each is nothing but settings, so a record shows what was done.
-QUIRKS: dict[str, tuple[str, Values]] = {
-    "current-from-union": (
-        "current rows are drawn from the new task and the memory together (EEIL and LUCIR)",
-        {"batch.current_from": "union"},
-    ),
-    "whole-test-batches": (
-        "the last short batch of each task's test set is not evaluated",
-        {"data.test": "whole-batches"},
-    ),
-    "no-affine": ("instance and group norm have no affine map", {"norm.affine": False}),
-    "channels-per-group": ("group norm's number counts channels per group", {"norm.channels_per_group": 16}),
-}
-
 
 def resolve(*layers: tuple[str, Values]) -> RunConfig:
     """The config of these layers, each given with the name of where it comes from, for error messages."""
@@ -238,7 +133,7 @@ def resolve(*layers: tuple[str, Values]) -> RunConfig:
     protocol, data = values.get("protocol", "clean"), values.get("data.name", "digits")
     if protocol not in PROTOCOLS:
         raise choose("protocol", str(protocol), PROTOCOLS)
-    method = values.get("method.name", "ft")
+    norm, method = values.get("norm.name", "bn"), values.get("method.name", "ft")
     below: list[Values] = [DATA.get(data.split(":")[0], {})]
     if protocol == "paper":
         below += [
@@ -250,7 +145,8 @@ def resolve(*layers: tuple[str, Values]) -> RunConfig:
     for quirk in values.get("quirks", ()):
         if quirk not in QUIRKS:
             raise choose("quirk", str(quirk), QUIRKS)
-        below.append(QUIRKS[quirk][1])
+        if QUIRKS[quirk].applies(norm, method):
+            below.append(QUIRKS[quirk].values)
     if values.get("data.online"):
         below.append({"train.epochs": 1, "memory.selection": "reservoir", "train.schedule": "constant"})
     merged: dict[str, Any] = {}
@@ -295,7 +191,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     for f in fields(config):
         value = getattr(config, f.name)
         if isinstance(value, Choice):
-            tree[f.name] = {"name": value.name, **value.dict()}
+            tree[f.name] = {"name": value.name, **{k: _plain(v) for k, v in value.options}}
         elif is_dataclass(value):
             tree[f.name] = {g.name: _plain(getattr(value, g.name)) for g in fields(value)}
         else:
@@ -325,6 +221,15 @@ def names() -> dict[str, Any]:
     return found
 
 
+def notes() -> dict[str, str]:
+    """What the comment beside each setting says, by dotted name, for the command line's help."""
+    found = {}
+    for prefix, kind in (("", RunConfig), *((f"{name}.", kind) for name, kind in SECTIONS.items())):
+        for name, note in re.findall(r"^    (\w+): [^#\n]*# (.*)$", inspect.getsource(kind), re.MULTILINE):
+            found[prefix + name] = note
+    return found
+
+
 def parse_value(key: str, text: str) -> Any:
     """A setting's value from the command line, by the type of the setting; an option of a norm or a method by its looks."""
     default = names().get(key)
@@ -335,14 +240,15 @@ def parse_value(key: str, text: str) -> Any:
         return text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if _is_number(text):
-        return float(text) if any(c in text.lower() for c in ".e") else int(text)
+    for kind in (int, float):
+        if _is_number(text, kind):
+            return kind(text)
     return text
 
 
-def _is_number(text: str) -> bool:
+def _is_number(text: str, kind: type[int] | type[float] = float) -> bool:
     try:
-        float(text)
+        kind(text)
     except ValueError:
         return False
     return True
@@ -356,6 +262,8 @@ def _check_name(key: str, where: str) -> None:
     if not name:
         if key in top and key not in SECTIONS and key not in CHOICES:
             return
+        if key in SECTIONS:
+            raise UserError(f"{where}: {key} is a section, not a setting; write [{key}] and its settings below.")
         raise UserError(f"{where}: {choose('setting', key, top)}")
     if section not in SECTIONS:
         raise UserError(f"{where}: {choose('section', section, [*SECTIONS, *CHOICES])}")
@@ -396,7 +304,7 @@ def _build(values: Values) -> RunConfig:
     for choice in CHOICES:
         own = {k.split(".", 1)[1]: v for k, v in values.items() if k.startswith(choice + ".")}
         name = own.pop("name", getattr(RunConfig(), choice).name)
-        made[choice] = Choice(name, tuple(sorted((k, _plain(v)) for k, v in own.items())))
+        made[choice] = Choice(name, tuple(sorted((k, _hashable(v)) for k, v in own.items())))
     return RunConfig(**made)
 
 
@@ -404,11 +312,16 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _hashable(value: Any) -> Any:
+    return tuple(_hashable(v) for v in value) if isinstance(value, list | tuple) else value
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a TOML basic string has JSON's escapes
-    if isinstance(value, list):
+        # A TOML basic string has JSON's escapes; JSON alone lets DEL stand as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     return repr(value)

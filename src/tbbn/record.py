@@ -80,15 +80,22 @@ def load_record(path: str | Path) -> Record:
         raise UserError(f"{path}: no record.json here; is it a run directory?") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: not a record: {error}.") from None
+    return record_from(tree, str(file))
+
+
+def record_from(tree: Any, where: str) -> Record:
+    """The record of a parsed ``record.json``; ``where`` names it in errors."""
     if not isinstance(tree, dict) or not isinstance(tree.get("schema"), int):
-        raise UserError(f"{file}: not a record: it has no schema number.")
+        raise UserError(f"{where}: not a record: it has no schema number.")
     if tree["schema"] > SCHEMA:
-        raise UserError(f"{file}: written by a newer version (schema {tree['schema']}, this one reads up to {SCHEMA}).")
-    tree.pop("metrics", None)
+        raise UserError(
+            f"{where}: written by a newer version (schema {tree['schema']}, this one reads up to {SCHEMA})."
+        )
+    known = {k: v for k, v in tree.items() if k != "metrics"}
     try:
-        return Record(**tree)
+        return Record(**known)
     except TypeError as error:
-        raise UserError(f"{file}: not a record: {error}.") from None
+        raise UserError(f"{where}: not a record: {error}.") from None
 
 
 def new_record(config: RunConfig) -> Record:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tbbn.config import RunConfig, Values, parse_value, resolve, to_toml
-from tbbn.engine import Event, run
+from tbbn.engine import Event, run, run_lanes
 from tbbn.engine.check import check
 from tbbn.errors import UserError
 from tbbn.record import Record, load_record
@@ -113,21 +113,34 @@ def finished(job: Job) -> Record | None:
 def run_all(
     jobs: Sequence[Job],
     *,
+    lanes: int = 1,
     on_start: Callable[[Job], None] | None = None,
     on_event: Callable[[Job, Event], None] | None = None,
     on_end: Callable[[Job, Record], None] | None = None,
     overwrite: bool = False,
 ) -> list[Record]:
-    """Do the jobs one after another; those finished before are taken as they are."""
-    records = []
-    for job in jobs:
-        record = None if overwrite else finished(job)
-        if record is None:
-            if on_start is not None:
-                on_start(job)
-            listener = None if on_event is None else (lambda event, job=job: on_event(job, event))
-            record = run(job.config, on_event=listener, directory=job.directory)
+    """Do the jobs, ``lanes`` at a time; those finished before are taken as they are, and a failing one stops no other."""
+    records = {job: record for job in jobs if not overwrite and (record := finished(job)) is not None}
+    todo = [job for job in jobs if job not in records]
+    started: set[Job] = set()
+
+    def event(number: int, event: Event) -> None:
+        job = todo[number]
+        if job not in started and on_start is not None:
+            on_start(job)
+        started.add(job)
+        if on_event is not None:
+            on_event(job, event)
+
+    def end(number: int, record: Record) -> None:
+        records[todo[number]] = record
         if on_end is not None:
-            on_end(job, record)
-        records.append(record)
-    return records
+            on_end(todo[number], record)
+
+    if lanes > 1:
+        configs, places = [job.config for job in todo], [job.directory for job in todo]
+        run_lanes(configs, lanes, directories=places, on_event=event, on_end=end)
+    else:
+        for i, job in enumerate(todo):
+            end(i, run(job.config, on_event=lambda e, i=i: event(i, e), directory=job.directory))  # type: ignore[misc]
+    return [records[job] for job in jobs]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import functools
+import math
 
-from tbbn.config import RunConfig
+import torch
+
+from tbbn.config import Choice, RunConfig
 from tbbn.data import augment
 from tbbn.data.batches import LASTS, LENGTHS, parts
 from tbbn.data.memory import ExemplarMemory
 from tbbn.errors import UserError, choose
 from tbbn.methods import Method, method
-from tbbn.models import backbones
+from tbbn.models import backbone, backbones
 from tbbn.norm import convert
 
 SCHEDULES = ("multistep", "cosine", "constant")
@@ -23,8 +25,7 @@ def check(config: RunConfig) -> Method:
     chosen = method(config.method.name, config.method.dict())
     if config.backbone not in backbones():
         raise choose("backbone", config.backbone, backbones())
-    # 48 channels are divided by every usual number of groups; the backbone's own channels are checked when it is built.
-    convert(nn.BatchNorm2d(48), config.norm.name, **{k: v for k, v in config.norm.options if k not in ("groups",)})
+    _check_norm(config.backbone, config.norm)
     for kind, name, known in (
         ("augmentation", config.batch.augment, augment.augmentations()),
         ("epoch length", config.batch.length, LENGTHS),
@@ -40,17 +41,7 @@ def check(config: RunConfig) -> Method:
             raise choose(kind, name, known)
     make_memory(config)
     parts(config.batch.size, ratio(config))
-    for key, value, least in (
-        ("train.epochs", config.train.epochs, 1),
-        ("data.tasks", config.data.tasks, 1),
-        ("batch.size", config.batch.size, 2),
-        ("batch.evaluation", config.batch.evaluation, 1),
-        ("seed", config.seed, 0),
-    ):
-        if value < least:
-            raise UserError(f"{key} must be at least {least}, got {value}.")
-    if config.train.lr <= 0:
-        raise UserError(f"train.lr must be positive, got {config.train.lr}.")
+    _check_numbers(config)
     if config.train.nesterov and not config.train.momentum:
         raise UserError("train.nesterov needs a momentum; set train.momentum, such as 0.9.")
     if config.train.keep == "best" and not config.data.validation:
@@ -61,6 +52,38 @@ def check(config: RunConfig) -> Method:
         raise UserError(f"data.online needs memory.selection = 'reservoir', got {config.memory.selection!r}.")
     device(config)
     return chosen
+
+
+@functools.cache
+def _check_norm(name: str, norm: Choice) -> None:
+    """Build what the run will build: whether a norm's groups divide the channels only the backbone can tell."""
+    convert(backbone(name), norm.name, **norm.dict())
+
+
+def _check_numbers(config: RunConfig) -> None:
+    data, batch, train = config.data, config.batch, config.train
+    for key, value, least in (
+        ("train.epochs", train.epochs, 1),
+        ("data.tasks", data.tasks, 1),
+        ("data.stop_after", data.stop_after, 0),
+        ("data.size", data.size, 0),
+        ("data.crop", data.crop, 0),
+        ("batch.size", batch.size, 2),
+        ("batch.evaluation", batch.evaluation, 1),
+        ("seed", config.seed, 0),
+        ("threads", config.threads, 0),
+        ("train.momentum", train.momentum, 0),
+        ("train.weight_decay", train.weight_decay, 0),
+        ("train.clip_norm", train.clip_norm, 0),
+        ("train.clip_value", train.clip_value, 0),
+    ):
+        if not least <= value < math.inf:
+            raise UserError(f"{key} must be at least {least}, got {value}.")
+    for key, value in (("train.lr", train.lr), ("train.gamma", train.gamma)):
+        if not 0 < value < math.inf:
+            raise UserError(f"{key} must be positive, got {value}.")
+    if not all(0 <= milestone <= 1 for milestone in train.milestones):
+        raise UserError(f"train.milestones must be shares of the epochs, from 0 to 1, got {list(train.milestones)}.")
 
 
 def ratio(config: RunConfig) -> tuple[int, int]:

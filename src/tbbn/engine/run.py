@@ -7,10 +7,11 @@ epoch so far, the memory, the record and its position.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,29 @@ import torch
 from torch import Tensor
 
 from tbbn import metrics, seeds
-from tbbn.config import RunConfig
+from tbbn.config import RunConfig, to_toml
 from tbbn.data import sources
 from tbbn.data.augment import augmentation
 from tbbn.data.batches import parts
 from tbbn.data.scenario import Scenario, Task, make_scenario
-from tbbn.engine import check
+from tbbn.engine import check, checkpoint
 from tbbn.engine.stage import Drawn, LearningStage, Rows, evaluated
 from tbbn.engine.step import Captured, Images, Shape, Step
 from tbbn.errors import UserError
 from tbbn.methods import Phase
 from tbbn.models import Network, Output, backbone
 from tbbn.norm import convert, splits
-from tbbn.record import Record, new_record
+from tbbn.record import Record, new_record, record_from
 
 
 @dataclass(frozen=True)
 class Position:
-    """The next epoch to train: of which phase, of which task."""
+    """The next step to train: of which epoch, phase and task."""
 
     task: int = 0
     phase: int = 0
     epoch: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,14 @@ class TaskEnded:
     exemplars: int
 
 
-Event = Stepped | EpochEnded | TaskEnded
+@dataclass(frozen=True)
+class Waiting:
+    """The run is about to read a result: whoever has other work may do it until ``done()``."""
+
+    done: Callable[[], bool]
+
+
+Event = Stepped | EpochEnded | TaskEnded | Waiting
 
 
 class Diverged(Exception):
@@ -77,23 +86,35 @@ class Diverged(Exception):
 
 
 def run(
-    config: RunConfig, *, on_event: Callable[[Event], None] | None = None, directory: str | Path | None = None
+    config: RunConfig,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+    directory: str | Path | None = None,
+    every: float = 60.0,
+    stop: Callable[[], bool] | None = None,
 ) -> Record:
-    """Train and evaluate; the record says how it ended. With a directory, the record is saved there after every task."""
-    job = Run(config)
-    try:
-        job.record.status = "interrupted"  # what a reader should believe if this process disappears
-        for event in job.work():
-            if on_event is not None:
-                on_event(event)
-            if directory is not None and isinstance(event, TaskEnded):
-                job.record.save(Path(directory))
-        job.record.status = "finished"
-    except Diverged as error:
-        job.record.status, job.record.message = "diverged", str(error)
-    finally:
-        if directory is not None:
-            job.record.save(Path(directory))
+    """Train and evaluate; the record says how it ended.
+
+    With a directory the run is kept there: saved at the end of an epoch if the last time was ``every`` seconds ago, and after
+    each task. A directory that holds an unfinished run of the same config is continued where it was saved. ``stop`` is asked
+    after each step: once it says yes, the run saves itself and ends as "interrupted".
+    """
+    if directory is None:
+        return _drive(Run(config), None, on_event, every, stop)
+    with checkpoint.locked(Path(directory)):
+        return _drive(Run(config), Path(directory), on_event, every, stop)
+
+
+def _drive(
+    job: Run,
+    directory: Path | None,
+    on_event: Callable[[Event], None] | None,
+    every: float,
+    stop: Callable[[], bool] | None,
+) -> Record:
+    for event in job.recorded(directory, every, stop):
+        if on_event is not None:
+            on_event(event)
     return job.record
 
 
@@ -111,6 +132,10 @@ class Run:
         self.strong = augmentation("strong", crop=data.crop or None)
         self.train_data, self.test_data = self._images("train"), self._images("test")
         self.memory = check.make_memory(config)
+        if self.method.uses_memory:
+            self.memory.quota(
+                self.scenario.n_classes
+            )  # a budget too small for the classes is an error now, not at the end
         self.network = self._network()
         self.previous: Network | None = None
         self.record = new_record(config)
@@ -119,9 +144,11 @@ class Run:
         self.position = Position()
         self.optimizer: torch.optim.Optimizer | None = None
         self.rows: Rows | None = None  # of the phase being trained
-        self.best: tuple[float, dict[str, Tensor]] | None = (
-            None  # validation loss and weights of the phase's best epoch
-        )
+        self.best: tuple[float, dict[str, Tensor]] | None = None  # loss and weights of the phase's best epoch
+        self.steps: dict[Shape, Step | Captured] = {}  # of the phase being trained
+        # What a loaded checkpoint leaves to the phase it was saved in.
+        self.momentum: dict[str, Tensor] = {}
+        self.totals: dict[Shape, tuple[list[str], Tensor, int]] = {}
 
     def _images(self, split: str) -> Images:
         part, labels = getattr(self.source, split), getattr(self.scenario, f"{split}_labels")
@@ -139,6 +166,100 @@ class Run:
         convert(body, self.config.norm.name, **self.config.norm.dict())
         network = Network(body, self.method.make_head(body.n_features))
         return network.to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def recorded(
+        self, directory: Path | None, every: float = 60.0, stop: Callable[[], bool] | None = None
+    ) -> Iterator[Event]:
+        """``work``, with its directory kept true: state and record are saved on the way and at the end, whatever that is."""
+        if directory is not None:
+            self.load(directory)
+        self.record.status, self.record.message = "interrupted", ""  # what to believe if this process disappears
+        saved = time.monotonic()
+        try:
+            for event in self.work():
+                asked = stop is not None and stop()
+                due = isinstance(event, TaskEnded) or (
+                    isinstance(event, EpochEnded) and time.monotonic() - saved >= every
+                )
+                if directory is not None and (due or (asked and not isinstance(event, Waiting))):
+                    self.save(directory)
+                    saved = time.monotonic()
+                yield event
+                if asked and not isinstance(event, Waiting):
+                    return
+            self.record.status = "finished"
+        except Diverged as error:
+            self.record.status, self.record.message = "diverged", str(error)
+        finally:
+            if directory is not None:
+                self.record.save(directory)
+
+    def save(self, directory: Path) -> None:
+        """Everything the run is, between two steps."""
+        tensors = checkpoint.join("network", self.network.state_dict()) | checkpoint.join(
+            "memory", self.memory.state_dict()
+        )
+        tensors |= checkpoint.join("predictions", self.record.predictions)
+        if self.previous is not None:
+            tensors |= checkpoint.join("previous", self.previous.state_dict())
+        if self.best is not None:
+            tensors |= checkpoint.join("best", self.best[1])
+        if self.rows is not None:
+            tensors |= {"rows.current": self.rows.current, "rows.memory": self.rows.memory}
+        if self.optimizer is not None:
+            moved = [self.optimizer.state[p].get("momentum_buffer") for p in self.optimizer.param_groups[0]["params"]]
+            tensors |= {f"momentum.{i}": m for i, m in enumerate(moved) if m is not None}
+        totals = {shape: _eager(step) for shape, step in self.steps.items()}
+        tensors |= {f"totals.{i}": step.totals for i, step in enumerate(totals.values())}
+        state = {
+            "config": to_toml(self.config),
+            "position": asdict(self.position),
+            "record": json.loads(self.record.to_json()),
+            "task_sizes": self.network.task_sizes,
+            "previous_task_sizes": None if self.previous is None else self.previous.task_sizes,
+            "best": None if self.best is None else self.best[0],
+            "rows": None
+            if self.rows is None
+            else {"kind": self.rows.kind, "ratio": self.rows.ratio, "layout": self.rows.layout},
+            "totals": [
+                {"shape": asdict(shape), "names": step.names, "count": step.count} for shape, step in totals.items()
+            ],
+        }
+        checkpoint.save(directory, state, tensors)
+        self.record.save(directory)
+
+    def load(self, directory: Path) -> bool:
+        """Take up the state saved in a directory, if there is one; a run of another config there is an error."""
+        found = checkpoint.load(directory)
+        if found is None:
+            return False
+        state, tensors = found
+        if state["config"] != to_toml(self.config):
+            raise UserError(f"{directory}: holds a run of another config; use another directory, or --overwrite.")
+        self.position = Position(**state["position"])
+        self.record = record_from(state["record"], str(directory))
+        self.record.predictions = checkpoint.split(tensors, "predictions")
+        self.network.restore(self._here(tensors, "network"), state["task_sizes"])
+        if state["previous_task_sizes"] is not None:
+            previous = self._network()
+            previous.restore(self._here(tensors, "previous"), state["previous_task_sizes"])
+            self.previous = previous.teacher()
+        self.memory.load_state_dict(checkpoint.split(tensors, "memory"))
+        if state["best"] is not None:
+            self.best = state["best"], self._here(tensors, "best")
+        if state["rows"] is not None:
+            rows = state["rows"]
+            current, memory = tensors["rows.current"], tensors["rows.memory"]
+            self.rows = Rows(rows["kind"], current, memory, (rows["ratio"][0], rows["ratio"][1]), rows["layout"])
+        self.momentum = self._here(tensors, "momentum")
+        self.totals = {
+            Shape(**entry["shape"]): (entry["names"], tensors[f"totals.{i}"].to(self.device), entry["count"])
+            for i, entry in enumerate(state["totals"])
+        }
+        return True
+
+    def _here(self, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in checkpoint.split(tensors, prefix).items()}
 
     def work(self) -> Iterator[Event]:
         """Everything that is left to do."""
@@ -177,6 +298,8 @@ class Run:
             self.network.grow(len(task.classes), seeds.generator(self.config.seed, "head", task.number))
             self.method.before_task(stage)
         phases = self.method.phases(stage)
+        if self.config.data.online and self.position != Position(task.number):
+            stage.draw(stage.phase_rows("replay"), phases[0].name, 0)  # what the stream leaves in the reservoir
         while self.position.phase < len(phases):
             yield from self._train(stage, phases[self.position.phase])
             self.position = Position(task.number, self.position.phase + 1)
@@ -199,28 +322,24 @@ class Run:
         chosen = {id(p) for p in trained}
         for parameter in self.network.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
-        if self.position.epoch == 0:
+        if (self.position.epoch, self.position.step) == (0, 0):
             self.rows, self.best = stage.phase_rows(phase.rows), None
-            self.optimizer = torch.optim.SGD(
-                trained,
-                lr=torch.tensor(hyper.lr, device=self.device) if self.device.type == "cuda" else hyper.lr,
-                momentum=hyper.momentum,
-                weight_decay=hyper.weight_decay,
-                nesterov=self.config.train.nesterov and hyper.momentum > 0,
-                fused=True,
-            )
-        assert self.rows is not None and self.optimizer is not None
-        steps: dict[Shape, Step | Captured] = {}
+        assert self.rows is not None
+        self.optimizer = self._optimizer(trained, hyper)
+        self.steps = {}
         while self.position.epoch < hyper.epochs:
             epoch = self.position.epoch
             _set_lr(self.optimizer, hyper.lr_at(epoch))
             drawn = stage.draw(self.rows, phase.name, epoch)
             self.network.train(phase.network_mode == "train")
-            yield from self._epoch(stage, phase, hyper, drawn, steps, trained)
-            losses = _read(steps)
-            if not all(math.isfinite(v) for v in losses.values()):
-                where = f"task {stage.number}, phase {phase.name!r}, epoch {epoch}"
-                raise Diverged(f"the loss is not finite after {where}: {losses}")
+            yield from self._epoch(stage, phase, hyper, drawn, trained)
+            if self.device.type == "cuda":
+                marker = torch.cuda.Event()
+                marker.record()
+                yield Waiting(marker.query)
+            losses = _read(self.steps)
+            if not all(math.isfinite(v) for v in losses.values()) or not _finite(trained):
+                raise Diverged(self._divergence(stage, phase, epoch, losses))
             validation = stage.validation_loss() if hyper.keep == "best" else None
             if validation is not None and (self.best is None or validation < self.best[0]):
                 self.best = validation, {k: v.clone() for k, v in self.network.state_dict().items()}
@@ -228,11 +347,38 @@ class Run:
                 {"task": stage.number, "phase": phase.name, "epoch": epoch, "lr": hyper.lr_at(epoch), **losses}
                 | ({} if validation is None else {"validation": validation})
             )
-            yield EpochEnded(self.position, phase.name, hyper.epochs, losses, validation)
-            self.position = replace(self.position, epoch=epoch + 1)
+            ended, self.position = self.position, replace(self.position, epoch=epoch + 1, step=0)
+            yield EpochEnded(ended, phase.name, hyper.epochs, losses, validation)
         if self.best is not None:
             self.network.load_state_dict(self.best[1])
         self.network.eval()
+        self.optimizer, self.rows, self.best, self.steps = None, None, None, {}
+
+    def _optimizer(self, trained: list[torch.nn.Parameter], hyper: Hyper) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(
+            trained,
+            lr=torch.tensor(hyper.lr, device=self.device) if self.device.type == "cuda" else hyper.lr,
+            momentum=hyper.momentum,
+            weight_decay=hyper.weight_decay,
+            nesterov=self.config.train.nesterov and hyper.momentum > 0,
+            fused=True,
+        )
+        for i, momentum in self.momentum.items():
+            # In the parameter's own memory format: a fused step walks both as they lie.
+            parameter = trained[int(i)]
+            optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum).detach()
+        self.momentum = {}
+        return optimizer
+
+    def _divergence(self, stage: LearningStage, phase: Phase, epoch: int, losses: dict[str, float]) -> str:
+        bad = [int(_eager(step).first_bad) for step in self.steps.values()]
+        at = f"step {min(b for b in bad if b >= 0)} of its kind of batch" if max(bad) >= 0 else "a step"
+        norms = [(n, p.grad.norm().item()) for n, p in self.network.named_parameters() if p.grad is not None]
+        largest = max(norms, key=lambda entry: entry[1] if math.isfinite(entry[1]) else math.inf, default=("none", 0.0))
+        return (
+            f"the loss or a weight is not finite in task {stage.number + 1}, phase {phase.name!r}, epoch {epoch + 1}, "
+            f"since {at}; loss {losses}; largest gradient in {largest[0]} ({largest[1]:.3g})"
+        )
 
     def _epoch(
         self,
@@ -240,17 +386,19 @@ class Run:
         phase: Phase,
         hyper: Hyper,
         drawn: list[Drawn],
-        steps: dict[Shape, Step | Captured],
         trained: list[torch.nn.Parameter],
     ) -> Iterator[Event]:
         done, total = 0, sum(block.steps for block in drawn)
         for block in drawn:
-            if block.shape not in steps:
-                steps[block.shape] = self._make_step(stage, phase, block, trained)
-            step = steps[block.shape]
+            if block.shape not in self.steps:
+                self.steps[block.shape] = self._make_step(stage, phase, block, trained)
+            step = self.steps[block.shape]
             for i in range(block.steps):
-                step(block.index[i], [p[i] for p in block.parameters])
                 done += 1
+                if done <= self.position.step:
+                    continue  # trained before the run was interrupted
+                step(block.index[i], [p[i] for p in block.parameters])
+                self.position = replace(self.position, step=done)
                 yield Stepped(self.position, phase.name, hyper.epochs, done, total)
 
     def _make_step(
@@ -274,6 +422,8 @@ class Run:
             precision=self.config.precision,
             class_task=_task_of_class(self.scenario, self.device) if by_task else None,
         )
+        if block.shape in self.totals:
+            step.names, step.totals, step.count = self.totals.pop(block.shape)
         # Short blocks would be captured for a step or two an epoch: not worth a graph.
         return Captured(step) if self.device.type == "cuda" and block.steps >= 8 else step
 
@@ -370,7 +520,7 @@ def scenario_of(config: RunConfig, source: sources.Source) -> Scenario:
             order = [int(part) for part in data.class_order.split(",")]
         except ValueError:
             raise UserError(f"data.class_order must be a name or whole numbers with commas, got {order!r}.") from None
-    return make_scenario(
+    scenario = make_scenario(
         source,
         n_tasks=data.tasks,
         base_classes=data.base_classes,
@@ -379,6 +529,7 @@ def scenario_of(config: RunConfig, source: sources.Source) -> Scenario:
         validation=data.validation,
         seed=config.seed,
     )
+    return replace(scenario, tasks=scenario.tasks[: data.stop_after or None])
 
 
 class settings:
@@ -414,12 +565,19 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
+def _eager(step: Step | Captured) -> Step:
+    return step.step if isinstance(step, Captured) else step
+
+
+def _finite(parameters: list[torch.nn.Parameter]) -> bool:
+    return all(torch.stack([p.detach().isfinite().all() for p in parameters]).tolist())
+
+
 def _read(steps: dict[Shape, Step | Captured]) -> dict[str, float]:
     """The mean of each loss term over the epoch's steps; the totals begin again."""
     sums: dict[str, float] = {}
     count = 0
-    for entry in steps.values():
-        step = entry.step if isinstance(entry, Captured) else entry
+    for step in map(_eager, steps.values()):
         for name, value in zip(step.names, step.totals.tolist(), strict=True):
             sums[name] = sums.get(name, 0.0) + value
         step.totals.zero_()

@@ -85,6 +85,8 @@ class Step:
         self.names: list[str] = []
         self.count = 0  # steps since the totals were read
         self.totals = torch.zeros(0, device=self.data.images.device)
+        self.first_bad = torch.full((), -1, dtype=torch.int64, device=self.totals.device)  # step of the first bad loss
+        self.seen = torch.zeros_like(self.first_bad)
         self.balanced = self.shape.layout and not self.separate and is_balanced(self.network)
 
     def __call__(self, index: Tensor, drawn: list[Tensor]) -> None:
@@ -106,6 +108,9 @@ class Step:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.optimizer.step()
         self.totals += torch.stack([*terms.values(), total]).detach().float()
+        self.seen += 1
+        fresh_bad = ~total.detach().isfinite() & (self.first_bad < 0)
+        torch.where(fresh_bad, self.seen, self.first_bad, out=self.first_bad)
 
     def batch(self, index: Tensor, drawn: list[Tensor]) -> Batch:
         raw = self.data.images[index]

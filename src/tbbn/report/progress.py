@@ -33,29 +33,37 @@ class Lines(Quiet):
         self.n_jobs, self.number, self.every = n_jobs, 0, every
         self.stream = stream or sys.stderr
         self.said = time.monotonic()
+        self.began: dict[Job, float] = {}
 
     def say(self, text: str) -> None:
         self.said = time.monotonic()
         print(text, file=self.stream, flush=True)
 
     def start(self, job: Job) -> None:
-        self.began = time.monotonic()
-        self.say(f"run {self.number + 1}/{self.n_jobs}: {job.config.label}, seed {job.config.seed}")
+        self.began[job] = time.monotonic()
+        self.number += 1
+        self.say(f"run {self.number}/{self.n_jobs}: {self.name(job)}")
+
+    @staticmethod
+    def name(job: Job) -> str:
+        return f"{job.config.label}, seed {job.config.seed}"
 
     def event(self, job: Job, event: Event) -> None:
         if isinstance(event, TaskEnded):
             mean = 100 * sum(event.accuracy) / len(event.accuracy)
-            seconds = time.monotonic() - self.began
-            self.say(f"  task {event.task + 1}/{job.config.data.tasks}: mean accuracy {mean:.1f} % ({seconds:.0f} s)")
+            seconds = time.monotonic() - self.began[job]
+            task = f"task {event.task + 1}/{job.config.data.tasks}"
+            self.say(f"  {self.name(job)}: {task}, mean accuracy {mean:.1f} % ({seconds:.0f} s)")
         elif isinstance(event, EpochEnded) and time.monotonic() - self.said > self.every:
             loss = event.losses.get("total", float("nan"))
             at = event.position
-            self.say(f"  task {at.task + 1} {event.phase} epoch {at.epoch + 1}/{event.epochs}: loss {loss:.3f}")
+            self.say(
+                f"  {self.name(job)}: task {at.task + 1} {event.phase} epoch {at.epoch + 1}/{event.epochs}: loss {loss:.3f}"
+            )
 
     def end(self, job: Job, record: Record) -> None:
-        self.number += 1
         if record.status != "finished":
-            self.say(f"  {record.status}: {record.message}")
+            self.say(f"  {self.name(job)}: {record.status}: {record.message}")
 
 
 class Bars(Quiet):
@@ -97,7 +105,7 @@ class Bars(Quiet):
             self.bars.update(self.epochs, description=name, total=event.epochs, completed=done)
         elif isinstance(event, EpochEnded):
             self.bars.update(self.epochs, note=f"loss {event.losses.get('total', float('nan')):.3f}")
-        else:
+        elif isinstance(event, TaskEnded):
             mean = 100 * sum(event.accuracy) / len(event.accuracy)
             self.bars.advance(self.all)
             self.bars.reset(self.epochs, total=1, note=f"mean accuracy {mean:.1f} %")
