@@ -46,6 +46,7 @@ class Phase:
     weight_decay: float | None = None
     network_mode: str = "train"  # "eval": norms use, and keep, their running statistics
     keep: str | None = None  # which epoch's weights stay: "last" or "best"
+    uses_previous: bool = True  # False spares the previous network's forward where the loss does not look at it
 
 
 class Stage(Protocol):
@@ -89,9 +90,7 @@ class Method:
 
     name: ClassVar[str] = ""
     description: ClassVar[str] = ""
-    needs_previous: ClassVar[bool] = (
-        False  # whether ``loss`` wants the previous network's output from the second task on
-    )
+    needs_previous: ClassVar[bool] = False  # whether ``loss`` wants the previous network's output
     last_relu: ClassVar[bool] = True  # whether features are taken after the backbone's last ReLU
     uses_memory: ClassVar[bool] = True
     all_data: ClassVar[bool] = False  # whether each task's training set is all data so far (the upper bound)
