@@ -62,7 +62,15 @@ def test_proxy_methods_finetune_all_proxies_and_nothing_else(name: str, world: A
     stage = world.stage(chosen, number=2)
     phase = chosen.phases(stage)[1]
     assert phase == Phase(
-        "finetune", "exemplars", "finetune_loss", "head", 20, lr=0.05, schedule="constant", keep="last"
+        "finetune",
+        "exemplars",
+        "finetune_loss",
+        "head",
+        20,
+        lr=0.05,
+        schedule="constant",
+        keep="last",
+        uses_previous=False,
     )
     assert ids(chosen.parameters(stage.network, "head")) == ids(list(stage.network.head.weights))
     assert [tuple(w.shape) for w in stage.network.head.weights] == [(2, 3, 64), (3, 3, 64), (2, 3, 64)]

@@ -80,8 +80,8 @@ class BiasCorrection(Method):
             momentum=0.9,
             weight_decay=0.0,
             network_mode="eval",
-            keep="last",
-            uses_previous=False,  # the current task's validation rows alone would choose the least corrected epoch
+            keep="last",  # the current task's validation rows alone would choose the least corrected epoch
+            uses_previous=False,
         )
         return Phase(), correction
 

@@ -46,8 +46,8 @@ class ProxyMethod(Method):
             epochs=self.finetune_epochs,
             lr=self.finetune_lr,
             schedule="constant",
-            keep="last",
-            uses_previous=False,  # the current task's validation rows alone would choose the least balanced epoch
+            keep="last",  # the current task's validation rows alone would choose the least balanced epoch
+            uses_previous=False,
         )
         return main, finetune
 
