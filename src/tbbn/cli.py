@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import shutil
+import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,41 +14,61 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tbbn import config as cfg
+from tbbn.catalogue import LISTS, doctor
 from tbbn.errors import UserError, choose
-from tbbn.protocols import QUIRKS
 
+EXIT_FAILED = 1
 EXIT_MISTAKE = 2
 EXIT_DIVERGED = 3
 EXIT_INTERRUPTED = 130
+COMMANDS = ("run", "list", "show", "report", "doctor")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors that name the nearest option."""
+    """argparse with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message.replace("argument command: ", ""))
+        raise UserError(f"{message}; see {self.prog} --help.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        settings, words = _take_settings(words) if words[:1] == ["run"] else ({}, words)
+        if not words:
+            raise UserError(
+                f"a command is needed: {', '.join(COMMANDS)}; tbbn run shows what this is, tbbn --help more."
+            )
+        if not words[0].startswith("-") and words[0] not in COMMANDS:
+            raise choose("command", words[0], COMMANDS)
+        settings, words = _take_settings(words) if words[0] == "run" else ({}, words)
         chosen = _parser().parse_args(words)
         chosen.settings = settings
-        return chosen.call(chosen)
+        code: int = chosen.call(chosen)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"tbbn: {error}", file=sys.stderr)
         return EXIT_MISTAKE
     except KeyboardInterrupt:
-        print("tbbn: interrupted; what was finished is kept.", file=sys.stderr)
+        print("tbbn: interrupted; what was done is kept, and the same command goes on from there.", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
+        # The reader has gone; what is still in the buffer would fail again at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"tbbn: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return EXIT_MISTAKE
 
 
 def _parser() -> Parser:
+    import tbbn
+
     parser = Parser(prog="tbbn", description="Class-incremental learning with any method, any norm, any scenario.")
+    parser.add_argument("--version", action="version", version=f"tbbn {tbbn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
     def command(name: str, call: Any, line: str, example: str) -> argparse.ArgumentParser:
@@ -56,80 +77,70 @@ def _parser() -> Parser:
         made.set_defaults(call=call)
         return made
 
-    run = command(
-        "run",
-        _run,
-        "Train and evaluate: a recipe, a TOML file, or settings from the command line.",
-        "tbbn run --data cifar100 --protocol paper --norm bn,tbbn --seeds 3 --train.epochs 2",
-    )
-    run.add_argument("recipe", nargs="?", help="a recipe's name (tbbn list recipes) or a TOML file; none: the demo")
+    run = command("run", _run, "Train and evaluate; without arguments, a demonstration of a minute.", _RUN_EXAMPLE)
+    run.add_argument("recipe", nargs="?", help="a recipe's name (tbbn list recipes) or a TOML file")
     run.add_argument("--norm", help="norms with commas, options in brackets: bn,cn(groups=8),tbbn")
-    run.add_argument("--method", help="methods with commas: ft,lucir")
-    run.add_argument("--data", help="the data set, as data.name")
+    run.add_argument("--method", help="methods with commas, options likewise: ft,lucir")
+    run.add_argument("--data", help="the data set: cifar100, folder:PATH, ...")
     run.add_argument("--seeds", help="a number of seeds, or seeds with commas")
     run.add_argument("--name", help="the folder under --out; made from the settings if not given")
     run.add_argument("--out", default="runs", help="where runs are kept (default: runs)")
     run.add_argument("--lanes", type=int, default=1, help="runs at a time on one device (default: 1)")
-    run.add_argument(
-        "--dry-run", action="store_true", help="check, print the config and what would be done, do nothing"
-    )
+    run.add_argument("--dry-run", action="store_true", help="check, print config and plan, do nothing")
     run.add_argument("--overwrite", action="store_true", help="run again what is finished, or has another config")
     run.add_argument("--json", action="store_true", help="results as JSON")
     run.add_argument("--quiet", action="store_true", help="no progress")
-    listing = "\n".join(f"  --{key} {_shown(value)}" for key, value in cfg.names().items() if not key.endswith(".name"))
-    run.epilog = f"every setting can be given, with its default:\n{listing}\n\n{run.epilog}"
+    run.epilog = f"{_settings_help()}\n\n{run.epilog}"
 
     what = command("list", _list, "What there is to choose from.", "tbbn list methods")
-    what.add_argument("what", choices=sorted(LISTS), metavar="WHAT", help=", ".join(sorted(LISTS)))
-    what.add_argument("--json", action="store_true")
-    show = command(
-        "show", _show, "One run: its accuracies task by task and every metric.", "tbbn show runs/demo/ft-tbbn-0"
-    )
-    show.add_argument("run", help="a run's folder")
+    what.add_argument("what", metavar="WHAT", help=", ".join(LISTS))
+    what.add_argument("--json", action="store_true", help="as JSON")
+    line = "One run: its accuracies task by task and every metric."
+    show = command("show", _show, line, "tbbn show runs/demo/ft-tbbn-0")
+    show.add_argument("run", metavar="RUN", help="a run's folder")
     show.add_argument("--format", default="text", help="text, md, csv or latex")
-    show.add_argument("--json", action="store_true")
-    report = command(
-        "report", _report, "Runs as one table, mean ± std over seeds.", "tbbn report runs/demo --format md"
-    )
-    report.add_argument("runs", nargs="+", help="runs' folders, or folders of runs")
+    show.add_argument("--json", action="store_true", help="the whole record as JSON")
+    line = "Runs as one table, mean ± std over seeds."
+    report = command("report", _report, line, "tbbn report runs/demo --format md")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, or folders of runs")
     report.add_argument("--format", default="text", help="text, md, csv or latex")
     report.add_argument("--plot", metavar="FILE.png", help="write the accuracy curves too")
-    report.add_argument("--json", action="store_true")
-    doctor = command("doctor", _doctor, "Versions, device, data found, free disk.", "tbbn doctor --root data")
-    doctor.add_argument("--root", default="data", help="where data sets lie")
-    doctor.add_argument("--json", action="store_true")
+    report.add_argument("--json", action="store_true", help="every run's metrics as JSON")
+    health = command("doctor", _doctor, "Versions, device, data found, free disk.", "tbbn doctor --root data")
+    health.add_argument("--root", default="data", help="where data sets lie (default: data)")
+    health.add_argument("--json", action="store_true", help="as JSON")
     return parser
 
 
+_RUN_EXAMPLE = "tbbn run --data cifar100 --protocol paper --norm bn,tbbn --seeds 3 --train.epochs 2"
+
+
+def _settings_help() -> str:
+    """Every setting with its default and what the config says about it."""
+    notes = cfg.notes()
+    shown = {key: f"  --{key} {_shown(value)}".rstrip() for key, value in cfg.names().items() if key not in _AXES}
+    width = max(map(len, shown.values()))
+    lines = [f"{text.ljust(width)}  {notes.get(key, '')}".rstrip() for key, text in shown.items()]
+    head = "every setting, with its default (data sets and the protocol have their own: see --dry-run), and the options of\n"
+    return head + "norms and methods as --norm.groups 8, --method.kd 2:\n" + "\n".join(lines)
+
+
 def _shown(value: Any) -> str:
-    return (
-        ",".join(map(str, value))
-        if isinstance(value, tuple)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+_AXES = ("data.name", "norm.name", "method.name")  # which have options of their own
 RUN_OPTIONS = (
-    "norm",
-    "method",
-    "data",
-    "seeds",
-    "name",
-    "out",
-    "lanes",
-    "dry-run",
-    "overwrite",
-    "json",
-    "quiet",
-    "help",
+    *("norm", "method", "data", "seeds", "name", "out", "lanes"),
+    *("dry-run", "overwrite", "json", "quiet", "help"),
 )
 
 
 def _take_settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """``--train.epochs 2`` or ``--train.epochs=2`` for any setting or option of a norm or method; and the other words."""
-    known = {key: value for key, value in cfg.names().items() if not key.endswith(".name")}
+    known = cfg.names()
     found: dict[str, Any] = {}
     others, rest = [], list(words)
     while rest:
@@ -154,41 +165,60 @@ def _take_settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     return found, others
 
 
-def _jobs(chosen: argparse.Namespace) -> list[Any]:
-    from tbbn.paper import recipes
+def _jobs(chosen: argparse.Namespace) -> tuple[list[Any], Path]:
+    """The runs asked for, and the folder that holds them all."""
     from tbbn.sweep import Axes, expand, parse_seeds, split_names
 
     given = dict(chosen.settings)
     if chosen.data:
         given["data.name"] = chosen.data
-    name, layers, sweep = chosen.name, [], {}
-    bare = not (given or chosen.norm or chosen.method or chosen.seeds)
-    recipe = chosen.recipe or ("demo" if bare else None)
-    if recipe:
-        path = recipes().get(recipe)
-        if path is None:
-            if not recipe.endswith(".toml") and not Path(recipe).exists():
-                raise choose("recipe", recipe, recipes())
-            path = Path(recipe)
-        values = cfg.read_toml(path)
-        sweep = {key.removeprefix("sweep."): values.pop(key) for key in list(values) if key.startswith("sweep.")}
+    method, norm = (getattr(chosen, kind) or given.pop(f"{kind}.name", None) for kind in ("method", "norm"))
+    bare = not (given or norm or method or chosen.seeds)
+    name, layers = chosen.name, []
+    sweep: dict[str, Any] = {}
+    if chosen.recipe or bare:
+        path, values, sweep = _recipe(chosen.recipe or "demo")
         layers.append((str(path), values))
         name = name or path.stem
-    unknown = set(sweep) - {"norms", "methods", "seeds"}
-    if unknown:
-        raise UserError(f"{recipe}: [sweep] has no option {unknown.pop()!r}; it takes: methods, norms, seeds.")
-    if not given.get("seed") and chosen.seeds:
+    if "seed" in given and chosen.seeds:
+        raise UserError("--seed and --seeds exclude each other; --seeds 5, is the seed 5, --seeds 5 the seeds 0 to 4.")
+    if chosen.seeds:
         sweep["seeds"] = parse_seeds(chosen.seeds)
+    elif "seed" in given:
+        sweep.pop("seeds", None)
     axes = Axes(
-        methods=split_names(chosen.method) if chosen.method else tuple(sweep.get("methods", ())),
-        norms=split_names(chosen.norm) if chosen.norm else tuple(sweep.get("norms", ())),
+        methods=split_names(method) if method else tuple(sweep.get("methods", ())),
+        norms=split_names(norm) if norm else tuple(sweep.get("norms", ())),
         seeds=tuple(sweep.get("seeds", ())),
     )
     layers.append(("command line", given))
     if name is None:
-        parts = [given.get("data.name", "digits"), chosen.method or "ft", chosen.norm or "bn"]
-        name = "-".join(parts).replace("/", "_").replace(",", "+").replace(":", "_")
-    return expand(layers, axes, Path(chosen.out) / name)
+        parts = [given.get("data.name", "digits"), method or "ft", norm or "bn"]
+        name = re.sub(r"[^\w.=+-]+", "_", "-".join(parts).replace(",", "+")).strip("_")
+    folder = Path(chosen.out) / name
+    return expand(layers, axes, folder), folder
+
+
+def _recipe(name: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A recipe's file, its settings, and its [sweep] table."""
+    from tbbn.paper import recipes
+
+    path = recipes().get(name)
+    if path is None:
+        if not name.endswith(".toml") and not Path(name).exists():
+            raise choose("recipe", name, recipes())
+        path = Path(name)
+    values = cfg.read_toml(path)
+    sweep = {key.removeprefix("sweep."): values.pop(key) for key in list(values) if key.startswith("sweep.")}
+    for option, value in sweep.items():
+        if option not in ("methods", "norms", "seeds"):
+            raise UserError(f"{path}: [sweep] has no option {option!r}; it takes: methods, norms, seeds.")
+        kind = int if option == "seeds" else str
+        if not isinstance(value, list) or not all(type(v) is kind for v in value):
+            raise UserError(
+                f"{path}: sweep.{option} must be a list of {'seeds' if kind is int else 'names'}, got {value!r}."
+            )
+    return path, values, sweep
 
 
 def _run(chosen: argparse.Namespace) -> int:
@@ -196,7 +226,9 @@ def _run(chosen: argparse.Namespace) -> int:
     from tbbn.report.tables import summary_table
     from tbbn.sweep import run_all
 
-    jobs = _jobs(chosen)
+    if chosen.lanes < 1:
+        raise UserError(f"--lanes must be at least 1, got {chosen.lanes}.")
+    jobs, folder = _jobs(chosen)
     if chosen.dry_run:
         return _dry_run(jobs, chosen.json)
     with progress(jobs, chosen.quiet) as shown:
@@ -208,11 +240,11 @@ def _run(chosen: argparse.Namespace) -> int:
             on_end=shown.end,
             overwrite=chosen.overwrite,
         )
-    folder = Path(chosen.out) / jobs[0].directory.relative_to(chosen.out).parts[0]
     if chosen.json:
         print(json.dumps([_summary(job, record) for job, record in zip(jobs, records, strict=True)], indent=1))
     else:
         print(summary_table(records).render("text"))
+        print(f"\none run: tbbn show {jobs[0].directory}")
     try:
         from tbbn.report.plots import accuracy_curves
 
@@ -220,7 +252,8 @@ def _run(chosen: argparse.Namespace) -> int:
         print(f"accuracy curves: {picture}", file=sys.stderr if chosen.json else sys.stdout)
     except UserError as error:
         print(f"tbbn: {error}", file=sys.stderr)
-    return EXIT_DIVERGED if any(record.status == "diverged" for record in records) else 0
+    states = {record.status for record in records}
+    return EXIT_FAILED if "failed" in states else EXIT_DIVERGED if "diverged" in states else 0
 
 
 def _summary(job: Any, record: Any) -> dict[str, Any]:
@@ -231,6 +264,7 @@ def _summary(job: Any, record: Any) -> dict[str, Any]:
         "norm": str(config.norm),
         "seed": config.seed,
         "status": record.status,
+        "message": record.message,
         "metrics": record.metrics,
     }
 
@@ -267,54 +301,9 @@ def _dry_run(jobs: list[Any], as_json: bool) -> int:
     return 0
 
 
-def _list_methods() -> dict[str, str]:
-    from tbbn.methods import METHODS
-
-    return {name: kind.description for name, kind in METHODS.items()}
-
-
-def _list_norms() -> dict[str, str]:
-    from tbbn.norm import DESCRIPTIONS
-
-    return DESCRIPTIONS
-
-
-def _list_datasets() -> dict[str, str]:
-    from tbbn.data.sources import available
-
-    return available()
-
-
-def _list_backbones() -> dict[str, str]:
-    from tbbn.models import backbones
-
-    return backbones()
-
-
-def _list_recipes() -> dict[str, str]:
-    from tbbn.paper import describe, recipes
-
-    return {name: describe(path) for name, path in recipes().items()}
-
-
-def _list_augmentations() -> dict[str, str]:
-    from tbbn.data.augment import augmentations
-
-    return augmentations()
-
-
-LISTS = {
-    "methods": _list_methods,
-    "norms": _list_norms,
-    "datasets": _list_datasets,
-    "backbones": _list_backbones,
-    "recipes": _list_recipes,
-    "augmentations": _list_augmentations,
-    "quirks": lambda: {name: quirk.line for name, quirk in QUIRKS.items()},
-}
-
-
 def _list(chosen: argparse.Namespace) -> int:
+    if chosen.what not in LISTS:
+        raise choose("list", chosen.what, LISTS)
     entries = LISTS[chosen.what]()
     if chosen.json:
         print(json.dumps(entries, indent=1))
@@ -348,16 +337,18 @@ def _report(chosen: argparse.Namespace) -> int:
     from tbbn.report.plots import accuracy_curves
     from tbbn.report.tables import summary_table
 
-    folders = []
+    folders: list[Path] = []
     for text in chosen.runs:
         inside = sorted(file.parent for file in Path(text).rglob("record.json"))
         if not inside:
             raise UserError(f"{text}: no run here; a run's folder holds a record.json.")
         folders += inside
+    folders = list(dict.fromkeys(folders))  # a folder and its parent may both be given
     records = [load_record(folder) for folder in folders]
     if chosen.json:
         entries = [
-            {"directory": str(f), "label": r.run_config.label, "seed": r.run_config.seed, "metrics": r.metrics}
+            {"directory": str(f), "label": r.run_config.label, "seed": r.run_config.seed, "status": r.status}
+            | {"metrics": r.metrics}
             for f, r in zip(folders, records, strict=True)
         ]
         print(json.dumps(entries, indent=1))
@@ -369,32 +360,11 @@ def _report(chosen: argparse.Namespace) -> int:
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    from importlib.metadata import PackageNotFoundError, version
-
-    import torch
-
-    from tbbn.data.sources import found
-    from tbbn.record import environment
-
-    facts = environment()
-    for package in ("torchvision", "triton", "numpy", "rich", "matplotlib", "safetensors", "scikit-learn"):
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = "not installed"
-    try:
-        from tbbn.vision import torchvision
-
-        torchvision()
-    except (UserError, ImportError, RuntimeError) as error:
-        facts["torchvision"] = f"{facts['torchvision']}, cannot be used: {error}"
-    facts["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    facts["free disk here"] = f"{shutil.disk_usage('.').free / 2**30:.0f} GiB"
-    data = {name: "found" if there else "not found" for name, there in found(chosen.root).items()}
+    found = doctor(chosen.root)
     if chosen.json:
-        print(json.dumps({"environment": facts, "data": data}, indent=1))
+        print(json.dumps(found, indent=1))
         return 0
-    for title, table in (("environment", facts), (f"data under {chosen.root}/", data)):
+    for title, table in (("environment", found["environment"]), (f"data under {chosen.root}/", found["data"])):
         print(title)
         for key, value in table.items():
             print(f"  {key.ljust(16)}{value}")

@@ -18,6 +18,14 @@ from tbbn.config import RunConfig, flatten, resolve, to_dict, to_toml
 from tbbn.errors import UserError
 
 SCHEMA = 1
+# Everything a run writes into its folder, and an overwriting one deletes first.
+FILES = (
+    "config.toml",
+    "record.json",
+    "predictions.safetensors",
+    "checkpoint.safetensors",
+    "checkpoint.previous.safetensors",
+)
 STATUSES = ("running", "finished", "interrupted", "diverged", "failed")
 
 
@@ -76,11 +84,19 @@ def load_record(path: str | Path) -> Record:
     file = path / "record.json" if path.is_dir() else path
     try:
         tree = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: no record.json here; is it a run directory?") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path}: {_instead(path)}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: not a record: {error}.") from None
     return record_from(tree, str(file))
+
+
+def _instead(path: Path) -> str:
+    """What to say about a path without a record: whether it is a folder of runs."""
+    inside = sorted(file.parent for file in path.glob("*/record.json"))
+    if not inside:
+        return "no run here; a run's folder holds a record.json."
+    return f"holds {len(inside)} runs, not one; give one of them, such as {inside[0]}."
 
 
 def record_from(tree: Any, where: str) -> Record:
@@ -92,6 +108,8 @@ def record_from(tree: Any, where: str) -> Record:
             f"{where}: written by a newer version (schema {tree['schema']}, this one reads up to {SCHEMA})."
         )
     known = {k: v for k, v in tree.items() if k != "metrics"}
+    if not isinstance(known.get("config"), dict):
+        raise UserError(f"{where}: not a record: it has no config.")
     try:
         return Record(**known)
     except TypeError as error:

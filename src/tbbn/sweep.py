@@ -13,7 +13,7 @@ from tbbn.config import RunConfig, Values, parse_value, resolve, to_toml
 from tbbn.engine import Event, run, run_lanes
 from tbbn.engine.check import check
 from tbbn.errors import UserError
-from tbbn.record import Record, load_record
+from tbbn.record import FILES, Record, load_record, new_record
 
 Layer = tuple[str, Values]
 
@@ -41,7 +41,7 @@ def split_names(text: str) -> tuple[str, ...]:
     >>> split_names("bn, cn(groups=8,eps=1e-5),tbbn")
     ('bn', 'cn(groups=8,eps=1e-5)', 'tbbn')
     """
-    parts = re.findall(r"[^,(]+(?:\([^)]*\))?", text)
+    parts = re.split(r",(?![^()]*\))", text)  # a comma after which a bracket closes before one opens is inside it
     return tuple(part.strip() for part in parts if part.strip())
 
 
@@ -110,6 +110,12 @@ def finished(job: Job) -> Record | None:
     return record if record.status == "finished" else None
 
 
+def forget(job: Job) -> None:
+    """Delete what an earlier run left in the job's folder, and nothing else there."""
+    for name in FILES:
+        (job.directory / name).unlink(missing_ok=True)
+
+
 def run_all(
     jobs: Sequence[Job],
     *,
@@ -119,7 +125,10 @@ def run_all(
     on_end: Callable[[Job, Record], None] | None = None,
     overwrite: bool = False,
 ) -> list[Record]:
-    """Do the jobs, ``lanes`` at a time; those finished before are taken as they are, and a failing one stops no other."""
+    """Do the jobs, ``lanes`` at a time; those finished before are taken as they are.
+
+    Of several jobs a failing one stops no other; what the user has to mend (:class:`UserError`) ends a sweep without lanes.
+    """
     records = {job: record for job in jobs if not overwrite and (record := finished(job)) is not None}
     todo = [job for job in jobs if job not in records]
     started: set[Job] = set()
@@ -132,15 +141,35 @@ def run_all(
         if on_event is not None:
             on_event(job, event)
 
-    def end(number: int, record: Record) -> None:
-        records[todo[number]] = record
+    def end(job: Job, record: Record) -> None:
+        records[job] = record
         if on_end is not None:
-            on_end(todo[number], record)
+            on_end(job, record)
 
+    for job in jobs:
+        if job in records:
+            end(job, records[job])
+        elif overwrite:
+            forget(job)
     if lanes > 1:
         configs, places = [job.config for job in todo], [job.directory for job in todo]
-        run_lanes(configs, lanes, directories=places, on_event=event, on_end=end)
+        run_lanes(configs, lanes, directories=places, on_event=event, on_end=lambda i, record: end(todo[i], record))
     else:
         for i, job in enumerate(todo):
-            end(i, run(job.config, on_event=lambda e, i=i: event(i, e), directory=job.directory))  # type: ignore[misc]
+            end(job, _run_one(job, lambda e, i=i: event(i, e), alone=len(jobs) == 1))  # type: ignore[misc]
     return [records[job] for job in jobs]
+
+
+def _run_one(job: Job, on_event: Callable[[Event], None], alone: bool) -> Record:
+    try:
+        return run(job.config, on_event=on_event, directory=job.directory)
+    except UserError:
+        raise
+    except Exception as error:
+        if alone:
+            raise
+        there = (job.directory / "record.json").exists()
+        record = load_record(job.directory) if there else new_record(job.config)
+        record.status, record.message = "failed", f"{type(error).__name__}: {error}"
+        record.save(job.directory)
+        return record

@@ -1,7 +1,8 @@
-"""Every method learns two tasks in a whole run, and guessing does not reach what it reaches."""
+"""Each method learns: two tasks of two classes, where guessing gives a quarter and knowing one task alone a half."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,54 +10,43 @@ import pytest
 from tbbn.config import resolve
 from tbbn.engine import run
 from tbbn.methods import METHODS
+from tbbn.record import Record
 
-CHANCE = 1 / 6
-# Second phases of their usual length would take longer than all the rest.
-SHORT = {
-    "eeil": {"method.balanced_epochs": 6},
+SHORT: dict[str, dict[str, Any]] = {
+    "eeil": {"method.balanced_epochs": 2},
     "bic": {"method.correction_epochs": 20},
-    "podnet": {"method.finetune_epochs": 6},
-    "afc": {"method.finetune_epochs": 6},
+    "podnet": {"method.finetune_epochs": 3},
+    "afc": {"method.finetune_epochs": 3},
+    "ssil": {"train.epochs": 4},  # only distillation ties the scores of its two softmaxes: in long training they drift
 }
 
 
-def two_tasks(name: str, **settings: Any) -> Any:
-    """Six made-up classes of 40 + 10 images in two tasks."""
-    return run(
-        resolve(
-            (
-                "test",
-                {
-                    "data.name": "synthetic:6x40x10x8",
-                    "data.tasks": 2,
-                    "memory.budget": 30,
-                    "train.epochs": 10,
-                    "device": "cpu",
-                    "threads": 1,
-                    "norm.name": "tbbn",
-                    "method.name": name,
-                    **SHORT.get(name, {}),
-                    **settings,
-                },
-            )
-        )
-    )
+@functools.cache
+def learnt(method: str) -> Record:
+    settings = {
+        "device": "cpu",
+        "data.name": "synthetic:4x30x15x8",
+        "data.tasks": 2,
+        "memory.budget": 24,
+        "train.epochs": 8,
+        "batch.size": 16,
+        "method.name": method,
+        **SHORT.get(method, {}),
+    }
+    return run(resolve(("test", settings)))
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_two_tasks_beat_chance(name: str) -> None:
-    record = two_tasks(name)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_two_task_run_clearly_beats_chance(method: str) -> None:
+    record = learnt(method)
     assert record.status == "finished"
-    (first,), last = record.accuracy
-    assert first > 1 / 3 + 0.2
-    assert sum(last) / 2 > CHANCE + 0.2
+    assert record.accuracy[0][0] > 0.8  # two classes, alone
+    assert record.metrics["final_accuracy"] > 0.6
+    assert record.metrics["task_il_final_accuracy"] > 0.8
+    assert min(record.accuracy[1]) > 0.25  # neither task is lost
 
 
-@pytest.mark.parametrize("name", ["eeil", "bic", "podnet", "afc"])
-def test_second_phases_leave_their_trace_in_the_history(name: str) -> None:
-    record = two_tasks(name, **{"train.epochs": 1})
-    phases = [(entry["task"], entry["phase"]) for entry in record.history]
-    second = {"eeil": "balanced", "bic": "correction"}.get(name, "finetune")
-    assert phases[:2] == [(0, "train"), (1, "train")]
-    assert set(phases[2:]) == {(1, second)}
-    assert len(phases[2:]) == next(iter(SHORT[name].values()))
+def test_joint_training_is_the_upper_bound() -> None:
+    joint, tuned = learnt("joint"), learnt("ft")
+    assert joint.metrics["final_accuracy"] > tuned.metrics["final_accuracy"]
+    assert joint.metrics["final_accuracy"] > 0.85

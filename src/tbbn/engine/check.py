@@ -57,7 +57,10 @@ def check(config: RunConfig) -> Method:
 @functools.cache
 def _check_norm(name: str, norm: Choice) -> None:
     """Build what the run will build: whether a norm's groups divide the channels only the backbone can tell."""
-    convert(backbone(name), norm.name, **norm.dict())
+    try:
+        convert(backbone(name), norm.name, **norm.dict())
+    except TypeError as error:
+        raise UserError(f"norm {norm}: an option has a value of the wrong kind: {error}.") from None
 
 
 def _check_numbers(config: RunConfig) -> None:

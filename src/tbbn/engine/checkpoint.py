@@ -23,7 +23,7 @@ from tbbn.record import write_atomic
 
 SCHEMA = 1
 _BYTES = torch.uint8
-NEWEST, BEFORE = "checkpoint.safetensors", "checkpoint.previous.safetensors"
+NEWEST, BEFORE, ARRIVING = "checkpoint.safetensors", "checkpoint.previous.safetensors", "checkpoint.arriving.safetensors"
 
 
 def save(directory: Path, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -34,9 +34,11 @@ def save(directory: Path, state: dict[str, Any], tensors: Mapping[str, Tensor]) 
     ready = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps({"schema": SCHEMA, **state})
     content = to_bytes(ready, metadata={"state": text, "sha256": _digest(text, ready)})
+    # Whole on the disk before the older ones move: a full disk or a kill leaves at least one that can be read.
+    write_atomic(directory / ARRIVING, content)
     if (directory / NEWEST).exists():
         os.replace(directory / NEWEST, directory / BEFORE)
-    write_atomic(directory / NEWEST, content)
+    os.replace(directory / ARRIVING, directory / NEWEST)
 
 
 def load(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:

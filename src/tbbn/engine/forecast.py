@@ -9,8 +9,10 @@ import torch
 from tbbn.config import RunConfig
 from tbbn.data import sources
 from tbbn.data.batches import n_steps, parts
+from tbbn.data.memory import ExemplarMemory
 from tbbn.engine.check import check, make_memory, ratio
 from tbbn.engine.run import scenario_of
+from tbbn.methods import Method
 from tbbn.norm import splits
 
 
@@ -36,30 +38,55 @@ def forecast(config: RunConfig) -> list[TaskForecast]:
     scenario = scenario_of(config, source)
     store = make_memory(config)
     sizes = torch.bincount(torch.cat([scenario.train_labels[t.train] for t in scenario.tasks])).tolist()
-    entries, kept = [], 0
+    stream = config.data.online and not method.all_data
+    entries: list[TaskForecast] = []
+    kept: list[float] = []  # exemplars of each class
     for task in scenario.tasks:
         images = sum(sizes[: task.classes.stop]) if method.all_data else len(task.train)
-        union = images + kept if config.batch.current_from == "union" else images
-        current, memory = parts(config.batch.size, ratio(config)) if kept else (config.batch.size, 0)
-        memory *= method.memory_views(task.number) if kept else 1
+        replays = bool(kept) or (stream and method.uses_memory and store.budget > 0)
+        current, memory = _layout(config, method, task.number, replays)
         rule = config.norm.dict().get("rule", "paper")
+        new, old = _left_to_train(method, sizes[task.classes.start : task.classes.stop], kept)
+        new = images if method.all_data else new
         steps = n_steps(
-            union,
-            kept,
+            new + old if config.batch.current_from == "union" else new,
+            old,
             batch_size=config.batch.size,
             ratio=ratio(config),
             length=config.batch.length,
             last=config.batch.last,
-            stream=config.data.online,
+            stream=stream,
         )
-        r = splits(current, memory, task.number, rule) if kept else 1
+        r = splits(current, memory, task.number, rule) if memory else 1
+        n_kept = round(sum(kept))
         entries.append(
-            TaskForecast(task.number, len(task.classes), images, kept, current, memory, r, steps, config.train.epochs)
+            TaskForecast(task.number, len(task.classes), images, n_kept, current, memory, r, steps, config.train.epochs)
         )
         if method.uses_memory and store.budget:
-            seen = task.classes.stop
-            if store.selection == "reservoir":
-                kept = min(store.budget, sum(sizes[:seen]))
-            else:
-                kept = sum(min(store.quota(seen), size) for size in sizes[:seen])
+            kept = _kept(store, sizes[: task.classes.stop])
     return entries
+
+
+def _layout(config: RunConfig, method: Method, past_tasks: int, replays: bool) -> tuple[int, int]:
+    """Current and memory rows of a whole batch."""
+    if not replays:
+        return config.batch.size, 0
+    current, memory = parts(config.batch.size, ratio(config))
+    return current, memory * method.memory_views(past_tasks)
+
+
+def _left_to_train(method: Method, new: list[int], kept: list[float]) -> tuple[int, int]:
+    """Rows of the new task and of the memory that the method does not hold out of its main phase."""
+    share = method.holdout()
+    if not share or not kept:
+        return sum(new), round(sum(kept))
+    each = max(1, round(share * sum(kept) / len(kept)))
+    return sum(n - min(each, n) for n in new), round(sum(n - min(each, n) for n in kept))
+
+
+def _kept(store: ExemplarMemory, sizes: list[int]) -> list[float]:
+    """The exemplars of each class; what a reservoir holds of a class is an expectation."""
+    if store.selection == "reservoir":
+        share = min(1.0, store.budget / sum(sizes))
+        return [share * size for size in sizes]
+    return [min(store.quota(len(sizes)), size) for size in sizes]

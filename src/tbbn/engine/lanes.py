@@ -15,6 +15,7 @@ import torch
 
 from tbbn.config import RunConfig
 from tbbn.engine.run import Event, Run, Waiting
+from tbbn.errors import UserError
 from tbbn.record import Record, new_record
 
 OnEvent = Callable[[int, Event], None]
@@ -68,6 +69,9 @@ def run_lanes(
     on_end: Callable[[int, Record], None] | None = None,
 ) -> list[Record]:
     """Do the runs, ``n_lanes`` at a time; records in the order of the configs, each equal to that of the run alone."""
+    shared = {(config.precision, config.threads) for config in configs}
+    if len(shared) > 1:
+        raise UserError(f"lanes: runs side by side share precision and threads, got {sorted(shared)}; run them apart.")
     places: Sequence[Path | None] = directories if directories is not None else [None] * len(configs)
     waiting = [Lane(i, config, place) for i, (config, place) in enumerate(zip(configs, places, strict=True))]
     waiting.reverse()

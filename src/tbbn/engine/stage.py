@@ -111,7 +111,9 @@ class LearningStage:
         if rows == "balanced" and len(memory):
             each = max(1, len(memory) // self.n_old_classes)
             task = balanced_rows(task, self.labels(task).cpu(), each, self.generator("balanced"))
-            return Rows(rows, task, memory, (len(task), len(memory)), True)
+            # In proportion, but with a row of the task in every batch: after many tasks its share may be less than one.
+            least = -(-len(memory) // (self.batch_size - 1))
+            return Rows(rows, task, memory, (max(len(task), least), len(memory)), True)
         if rows == "holdout" and len(self.held_out()):
             return Rows(rows, self.held_out(), memory[:0], self.ratio, False)
         if rows == "exemplars" and self.memory.budget:
@@ -164,7 +166,10 @@ class LearningStage:
     # Passes in which nothing is trained. -----------------------------------------------------------------------------
 
     def batches(self, purpose: str) -> Iterator[Batch]:
-        for drawn in self.draw(self.phase_rows("replay"), purpose):
+        passed = self.passed
+        blocks = self.draw(self.phase_rows("replay"), purpose)
+        self.passed = passed  # an extra look at a stream does not count as its pass
+        for drawn in blocks:
             for index, parameters in zip(drawn.index, drawn.parameters[0], strict=True):
                 rows = index[: drawn.shape.base_rows]
                 images = self.data.normalised(self.augment.apply(self.data.images[rows], parameters))

@@ -29,9 +29,10 @@ class Images:
     mean: Tensor  # (C,)
     std: Tensor
     crop: int | None
+    memory_format: torch.memory_format
 
     def normalised(self, images: Tensor) -> Tensor:
-        return normalise(images, self.mean, self.std).contiguous(memory_format=torch.channels_last)
+        return normalise(images, self.mean, self.std).contiguous(memory_format=self.memory_format)
 
     def seen(self, rows: Tensor) -> Tensor:
         """The rows as evaluation sees them: not augmented."""
@@ -191,7 +192,11 @@ class Captured:
             self.index, self.drawn = index.clone(), [d.clone() for d in drawn]
             self.graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            with torch.cuda.graph(self.graph):
+            # Captured on the run's own stream: libraries keep a workspace for each stream, and graphs captured on a common
+            # one would share it when they are replayed side by side.
+            stream = torch.cuda.current_stream()
+            own = None if stream == torch.cuda.default_stream() else stream
+            with torch.cuda.graph(self.graph, stream=own):
                 self.step.train(self.index, self.drawn)
         self.step.count += 1
         self.index.copy_(index)

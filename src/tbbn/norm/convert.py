@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from tbbn.errors import UserError, choose
 from tbbn.norm import layers, variants
-from tbbn.norm.plan import PlanOptions, make_layout
+from tbbn.norm.plan import Layout, PlanOptions, make_layout
 
 # One class for every kind of batch norm it may replace, or one for all. A new norm is one line here.
 NORMS: dict[str, type[nn.Module] | tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
@@ -53,8 +53,8 @@ def convert(module: nn.Module, norm: str = "tbbn", **options: Any) -> nn.Module:
     Weights, buffers, training mode, device and dtype are kept; a batch norm used in several places stays one object.
     ``options`` go to the new layers: ``convert(model, "gn", groups=8)``.
 
-    >>> convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
-    TaskBalancedBatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+    >>> type(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]).__name__
+    'TaskBalancedBatchNorm2d'
     """
     if norm not in NORMS:
         raise choose("norm", str(norm), NORMS)
@@ -113,33 +113,50 @@ class balance:
                 f"balance: {type(module).__name__} has no task-balanced layer; call tbbn.convert(model) once, before training."
             )
 
+        self.before: list[
+            list[tuple[Layout | None, Any]]
+        ] = []  # a stack: the same block may be entered again inside itself
+
     def __enter__(self) -> None:
-        self.before = [layer._layout for layer in self.layers]
-        for layer in self.layers:
-            layer.set_layout(self.layout)
+        prepared = [
+            layer.prepare(self.layout) for layer in self.layers
+        ]  # what cannot be taken raises before anything is set
+        self.before.append([(layer._layout, layer._prepared) for layer in self.layers])
+        for layer, ready in zip(self.layers, prepared, strict=True):
+            layer.set_layout(self.layout, ready)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for layer, before in zip(self.layers, self.before, strict=True):
-            layer.set_layout(before)
+        for layer, before in zip(self.layers, self.before.pop(), strict=True):
+            layer.set_layout(*before)
 
 
 def _replace(module: nn.Module, make: Callable[[nn.Module], nn.Module]) -> nn.Module:
     if _is_norm(module):
         return make(module)
-    made: dict[nn.Module, nn.Module] = {}  # a layer used in several places stays one object
+    # All are made before any is put in place: an error leaves the model as it was.
+    made: dict[nn.Module, nn.Module] = {m: make(m) for m in module.modules() if _is_norm(m)}
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
-            if child is not None and _is_norm(child):
-                if child not in made:
-                    made[child] = make(child)
+            if child in made:  # a layer used in several places stays one object
                 parent._modules[name] = made[child]
     return module
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, (*_PLAIN, *(c for norm in NORMS for c in _classes(norm))))
+    known = [c for norm in NORMS for c in _classes(norm)]
+    if any(isinstance(module, c) and type(module).forward is c.forward for c in known):
+        return True
+    if not isinstance(module, _BatchNorm):
+        return False
+    if isinstance(module, _LazyNormBase):
+        return True
+    # An activation fused into it, or synchronisation between processes, would be lost without a word.
+    raise UserError(
+        f"convert: {type(module).__name__} is a batch norm with a forward of its own; "
+        "put nn.BatchNorm2d in its place first."
+    )
 
 
 def _classes(norm: str) -> tuple[type[nn.Module], ...]:
@@ -172,25 +189,32 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
         if getattr(new, name, None) is not None and getattr(old, name, None) is not None:
             setattr(new, name, getattr(old, name))
+    if old.weight is not None and old.bias is None:  # torch 2.13 knows a batch norm with a weight alone
+        new.bias = None
     new.__dict__["norm_dims"] = _dims(old)
     return new.train(old.training)
 
 
 def _make_lazy(cls: type[nn.Module], old: _LazyNormBase, options: dict[str, Any]) -> nn.Module:
     """A layer that learns its channels from the first batch, as ``old`` does."""
-    if not issubclass(cls, layers.PlannedNorm):
+    if cls not in _PLAIN and not issubclass(cls, layers.PlannedNorm):
         raise UserError(
             f"convert: {type(old).__name__} does not know its channels yet; run one batch through the model first."
         )
     lazy = type(f"Lazy{cls.__name__}", (_LazyNormBase, cls), {"cls_to_become": cls, "__module__": cls.__module__})
     new = lazy(old.eps, old.momentum, old.affine, old.track_running_stats)
-    new.options, new.output_statistics = cls(1, **options).options, options.get("output_statistics", False)
+    if options:
+        ready = cls(1, **options)
+        new.options, new.output_statistics = ready.options, ready.output_statistics
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        setattr(new, name, getattr(old, name))
     return new.train(old.training)
 
 
 def _dims(module: nn.Module) -> int:
+    cls: type[nn.Module] = getattr(type(module), "cls_to_become", type(module))  # of a lazy one
     for dims, plain in enumerate(_PLAIN, start=1):
-        if isinstance(module, plain):
+        if issubclass(cls, plain):
             return dims
     return getattr(module, "norm_dims", 2)
 
@@ -203,7 +227,7 @@ def _accepted(cls: type[nn.Module]) -> set[str]:
             continue
         parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
         names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        if issubclass(base, layers.PlannedNorm):
+        if base is layers.PlannedNorm and cls.kind == "tbbn":  # type: ignore[attr-defined]
             names |= {f.name for f in fields(PlanOptions)} - {"kind"}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters) or base is layers.PlannedNorm:
             break

@@ -10,38 +10,59 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tbbn.norm.functional import statistics_dtype, task_balanced_batch_norm
-from tbbn.norm.plan import Layout, Plan, PlanOptions, make_plan
+from tbbn.errors import UserError
+from tbbn.norm.functional import move, statistics_dtype, task_balanced_batch_norm
+from tbbn.norm.plan import Layout, Plan, PlanOptions
 
 
 class BalancedNorm(_BatchNorm):
     """A norm that takes a layout from :func:`tbbn.balance`; without one, in eval mode, or with no memory it is batch norm."""
 
     is_batch_norm_in_eval = True  # so tbbn.revert can make it one
-    _layout: Layout | None = None
-    _repeated: Layout | None = None  # the layout of the last training forward, for activation checkpointing
 
-    def set_layout(self, layout: Layout | None) -> None:
-        self._layout = layout
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._layout: Layout | None = None
+        self._prepared: Any = None  # what this layer made of it
+        self._last_layout: Layout | None = None  # of the last training forward, for activation checkpointing
+
+    def prepare(self, layout: Layout) -> Any:
+        """What the layer's forward needs to know of ``layout``; raises where it cannot take it."""
+        raise NotImplementedError
+
+    def set_layout(self, layout: Layout | None, prepared: Any) -> None:
+        self._layout, self._prepared = layout, prepared
+
+    def prepared(self, layout: Layout) -> Any:
+        return self._prepared if layout is self._layout else self.prepare(layout)
 
     def layout_of(self, x: Tensor) -> Layout | None:
         """The layout that applies to this forward, checked against the batch."""
         if not self.training:
             return None
         layout = self._layout
-        if layout is None and _recomputing():
+        if not torch.compiler.is_compiling():
             # Activation checkpointing repeats the forward inside backward, when the block has usually been left.
-            layout = self._repeated
-        if layout is None:
-            return None
-        if x.shape[0] != layout.rows:
-            raise ValueError(
+            if layout is None and recomputing():
+                layout = self._last_layout
+            else:
+                self.__dict__["_last_layout"] = layout  # past Module.__setattr__, which is slow
+        if layout is not None and x.shape[0] != layout.rows:
+            raise UserError(
                 f"{type(self).__name__}: the layout covers {layout.current} + {layout.memory} = {layout.rows} rows but the "
                 f"input has {x.shape[0]}; call tbbn.balance with the counts of the batch being forwarded."
             )
         return layout
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Batch norm of a batch with nothing to balance; a repeated forward does not count its batch a second time."""
+        if self.running_mean is None or self.running_var is None or not self.track_running_stats or not recomputing():
+            return super().forward(x)
+        mean, var = self.running_mean.clone(), self.running_var.clone()
+        return F.batch_norm(x, mean, var, self.weight, self.bias, training=True, eps=self.eps)
 
     def next_momentum(self) -> float | Tensor:
         """Count this batch; the weight of its statistics in the running ones (a cumulative average for momentum=None)."""
@@ -49,20 +70,23 @@ class BalancedNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
         if self.momentum is not None:
             return self.momentum
-        assert self.num_batches_tracked is not None
-        return 1.0 / self.num_batches_tracked.to(statistics_dtype(self.running_mean))  # type: ignore[arg-type]
+        assert self.num_batches_tracked is not None and self.running_mean is not None
+        return self.num_batches_tracked.to(statistics_dtype(self.running_mean)).reciprocal()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle made inside the block must not carry the block's layout away.
-        state = super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__
-        return {k: v for k, v in dict(state).items() if k not in ("_layout", "_repeated", "_plan", "_plan_of")}
+        return {**vars(self), "_layout": None, "_prepared": None, "_last_layout": None}
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward pass: activation checkpointing is repeating it."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class PlannedNorm(BalancedNorm):
     """A balanced norm that is fully described by a plan: see :class:`tbbn.norm.plan.PlanOptions` for what can be varied."""
 
     kind = "tbbn"
-    _plan: Plan | None = None
 
     def __init__(
         self,
@@ -74,36 +98,35 @@ class PlannedNorm(BalancedNorm):
         device: Any = None,
         dtype: Any = None,
         *,
+        bias: bool = True,
         output_statistics: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)  # torch's own argument is newer than the oldest torch supported
         self.options = PlanOptions(kind=self.kind, **options)
         self.output_statistics = output_statistics
 
-    def set_layout(self, layout: Layout | None) -> None:
-        super().set_layout(layout)
-        self._plan = None if layout is None else self._make_plan(layout)
-
-    def _make_plan(self, layout: Layout) -> Plan | None:
+    def prepare(self, layout: Layout) -> Plan | None:
         tensor = self.weight if self.weight is not None else self.running_mean
         if tensor is None:
-            return make_plan(layout, self.options, torch.device("cpu"), torch.float32)
-        return make_plan(layout, self.options, tensor.device, statistics_dtype(tensor))
+            return layout.plan(self.options, torch.device("cpu"), torch.float32)
+        return layout.plan(self.options, tensor.device, statistics_dtype(tensor))
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         layout = self.layout_of(x)
-        plan = None if layout is None else self._plan if layout is self._layout else self._make_plan(layout)
-        if layout is not None and not torch.compiler.is_compiling():
-            self._repeated = layout
-        if plan is None:
+        if layout is None:
             return super().forward(x)
+        plan = self.prepared(layout)
+        if plan is None:
+            return self.plain(x)
         mean, var = self.running_mean, self.running_var
-        if mean is None or _recomputing():  # a repeated forward must not count its batch a second time
-            return task_balanced_batch_norm(x, None, None, self.weight, self.bias, plan, 0.0, self.eps)
-        momentum = self.next_momentum()
-        if not self.output_statistics:
+        if not self.track_running_stats or recomputing():  # a repeated forward must not count its batch a second time
+            mean, var = None, None
+        momentum = self.next_momentum() if mean is not None else 0.0
+        if mean is None or not self.output_statistics:
             return task_balanced_batch_norm(x, mean, var, self.weight, self.bias, plan, momentum, self.eps)
         y = task_balanced_batch_norm(x, None, None, self.weight, self.bias, plan, momentum, self.eps)
         self._run_with_output(y.detach(), momentum)
@@ -112,19 +135,16 @@ class PlannedNorm(BalancedNorm):
     @torch.no_grad()
     def _run_with_output(self, y: Tensor, momentum: float | Tensor) -> None:
         """Running statistics of the layer's output: what the released ablation code did for case 2."""
-        y = y.to(statistics_dtype(y)).transpose(0, 1).flatten(1)
-        var, mean = torch.var_mean(y, 1)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)  # type: ignore[union-attr]
-        self.running_var.lerp_(var.to(self.running_var.dtype), momentum)  # type: ignore[union-attr]
+        assert self.running_mean is not None and self.running_var is not None
+        var, mean = torch.var_mean(y.to(statistics_dtype(y)).transpose(0, 1).flatten(1), 1)
+        move(self.running_mean, mean, momentum)
+        move(self.running_var, var, momentum)
 
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.options).items() if v != getattr(PlanOptions, k) and k != "kind"]
+        if self.output_statistics:
+            changed.append("output_statistics=True")
         return ", ".join([super().extra_repr(), *changed])
-
-
-def _recomputing() -> bool:
-    """Whether this forward runs inside a backward pass: activation checkpointing is repeating it."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class TaskBalancedBatchNorm1d(PlannedNorm, nn.BatchNorm1d):

@@ -9,9 +9,10 @@ statistics and averages what a memory row received (Cha et al., CVPR 2023, secti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> i
     if rule == "uneven":
         return uneven
     whole = math.gcd(current, memory) if rule == "paper" else current
-    best = max((d for d in range(1, whole + 1) if whole % d == 0 and d * memory <= wanted), default=1)
+    best = max([1] + [d for d in range(2, whole + 1) if whole % d == 0 and d * memory <= wanted])
     return uneven if best == 1 and wanted >= 2 * memory else best
 
 
@@ -65,8 +66,10 @@ class Layout:
     current: int
     memory: int
     past_tasks: int
-    is_memory: Tensor | None = None  # (B,) bool; None: rows [0, current) are current
+    is_memory: Tensor | None = None  # (B,) bool on the CPU; None: rows [0, current) are current
     task_ids: Tensor | None = None  # (B,) int64, 0-based; only AdaB2N asks for it
+
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what layers share
 
     @property
     def rows(self) -> int:
@@ -75,7 +78,22 @@ class Layout:
     def memory_mask(self) -> Tensor:  # (B,) bool
         if self.is_memory is not None:
             return self.is_memory
-        return torch.arange(self.rows) >= self.current
+        return torch.arange(self.rows, device="cpu") >= self.current
+
+    def plan(self, options: PlanOptions, device: torch.device, dtype: torch.dtype) -> Plan | None:
+        """The plan of this batch, or None where it is plain batch norm."""
+        return self._once((options, device, dtype), lambda: _build(self, options, device, dtype))
+
+    def membership(self, device: torch.device, dtype: torch.dtype) -> Tensor:  # (B, tasks)
+        """Which task each row belongs to; a memory row of unknown task to every past one in equal parts."""
+        return self._once((device, dtype), lambda: _membership(self).to(device, dtype))
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if torch.compiler.is_compiling():  # a cache filled while tracing would be a reason to trace again
+            return make()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 def make_layout(
@@ -88,6 +106,7 @@ def make_layout(
         if not isinstance(is_memory, Tensor) or is_memory.dtype != torch.bool or is_memory.dim() != 1:
             what = f"{is_memory.dtype} {tuple(is_memory.shape)}" if isinstance(is_memory, Tensor) else repr(is_memory)
             raise TypeError(f"balance: is_memory must be a 1-d bool tensor with one entry per row, got {what}.")
+        is_memory = is_memory.cpu()  # plans are small: made on the CPU, then moved
         memory = int(is_memory.sum())
         current = is_memory.numel() - memory
     elif current is None or memory is None:
@@ -104,7 +123,15 @@ def make_layout(
             raise UserError(
                 f"balance: task_ids has {task_ids.numel()} entries but the layout covers {current + memory} rows."
             )
+    if is_memory is None and task_ids is None and not torch.compiler.is_compiling():
+        return _counted(current, memory, past_tasks)
     return Layout(current, memory, past_tasks, is_memory, task_ids)
+
+
+@lru_cache(maxsize=256)
+def _counted(current: int, memory: int, past_tasks: int) -> Layout:
+    """One layout for all batches with the same counts, and so one plan."""
+    return Layout(current, memory, past_tasks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,46 +152,41 @@ class Plan:
     blend: Tensor | None = None  # (blended, r)
     total_variance: bool = False  # running variance includes the variance between groups
 
-    _per_pixels: dict[int, PerPixel] = field(default_factory=dict, repr=False)
-
-    @property
-    def splits(self) -> int:
-        return self.gather.shape[0]
+    _per_pixels: dict[int, PerPixel] = field(default_factory=dict, init=False, repr=False)
 
     def per_pixel(self, pixels: int) -> PerPixel:
-        """The matrices with the division by the number of pixels in them, made once for each image size."""
-        found = self._per_pixels.get(pixels)
-        if found is None:
-            counts = self.sizes * pixels
-            found = PerPixel(
-                gather=self.gather / pixels,
-                gather_back=self.gather.T / -pixels,
-                scatter_back=self.scatter.T.contiguous(),
-                running_var=self.running * counts / (counts - 1),
-            )
-            self._per_pixels[pixels] = found
-        return found
+        """What depends on the number of pixels, made once for each image size."""
+        if torch.compiler.is_compiling():  # a cache filled while tracing would be a reason to trace again
+            return self._per_pixel(pixels)
+        if pixels not in self._per_pixels:
+            self._per_pixels[pixels] = self._per_pixel(pixels)
+        return self._per_pixels[pixels]
+
+    def _per_pixel(self, pixels: int) -> PerPixel:
+        counts, shared = self.sizes * pixels, self.gather.amin(0)
+        return PerPixel(
+            gather=self.gather / pixels,
+            shared=shared / (shared.sum() * pixels),
+            gather_back=(self.gather.t() / -pixels).contiguous(),
+            scatter_back=self.scatter.t().contiguous(),
+            half_scatter_back=(self.scatter.t() / 2).contiguous(),
+            running_var=self.running * counts / (counts - 1),
+        )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Plan:
-        def move(t: Tensor) -> Tensor:
-            return t.to(device=device, dtype=dtype)
-
-        return replace(
-            self,
-            gather=move(self.gather),
-            scatter=move(self.scatter),
-            running=move(self.running),
-            sizes=move(self.sizes),
-            blend=None if self.blend is None else move(self.blend),
-            _per_pixels={},
-        )
+        if self.gather.device == device and self.gather.dtype == dtype:
+            return self
+        tensors: dict[str, Any] = {k: v.to(device, dtype) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 class PerPixel(NamedTuple):
     gather: Tensor  # (r, B), makes group means of row sums
+    shared: Tensor  # (B,), makes of them the mean of the rows that are in all groups
     gather_back: Tensor  # (B, r), minus its transpose
     scatter_back: Tensor  # (r, B)
-    running_var: Tensor  # (r,), with the factor n / (n - 1) of the unbiased variance
+    half_scatter_back: Tensor  # (r, B)
+    running_var: Tensor  # (r,), shares in the running variance, with the factor n / (n - 1) of the unbiased one
 
 
 @dataclass(frozen=True)
@@ -189,72 +211,69 @@ class PlanOptions:
             raise UserError(f"tbbn: case must be 0 (the layer itself) or an ablation 1 to 4, got {self.case!r}.")
         if self.memory not in ("averaged", "own"):
             raise choose("treatment of memory rows", str(self.memory), ("averaged", "own"))
+        if self.kind == "weighted" and replace(self, kind="tbbn") != PlanOptions():
+            raise UserError("weighted: it has no splits, so rule, case, memory and total_variance do not apply.")
 
 
-def make_plan(layout: Layout, options: PlanOptions, device: torch.device, dtype: torch.dtype) -> Plan | None:
-    """The plan of a batch, or None where it is plain batch norm. Layouts given by counts are planned once."""
-    if layout.is_memory is not None:
-        plan = _build(layout, options)
-        return None if plan is None else plan.to(device, dtype)
-    return _planned(layout.current, layout.memory, layout.past_tasks, options, device, dtype)
-
-
-@lru_cache(maxsize=256)
-def _planned(
-    current: int, memory: int, past_tasks: int, options: PlanOptions, device: torch.device, dtype: torch.dtype
-) -> Plan | None:
-    plan = _build(Layout(current, memory, past_tasks), options)
-    return None if plan is None else plan.to(device, dtype)
-
-
-def _build(layout: Layout, options: PlanOptions) -> Plan | None:
+def _build(layout: Layout, options: PlanOptions, device: torch.device, dtype: torch.dtype) -> Plan | None:
+    """Plans are small and need some care: made on the CPU in double precision, then moved."""
     if not (layout.current and layout.memory and layout.past_tasks):
         return None
     if options.kind == "weighted":
-        return _weighted(layout)
+        return _weighted(layout).to(device, dtype)
     r = splits(layout.current, layout.memory, layout.past_tasks, options.rule)
     if r == 1:
         return None
+    plan = _split(layout, r, options)
+    return (_ablated(plan, options.case) if options.case else plan).to(device, dtype)
+
+
+def _split(layout: Layout, r: int, options: PlanOptions) -> Plan:
     is_memory = layout.memory_mask()
     # The i-th current row belongs to split i mod r; a memory row to all of them.
     turn = torch.where(is_memory, (is_memory.cumsum(0) - 1) % r, ((~is_memory).cumsum(0) - 1) % r)
-    own = (turn == torch.arange(r, device=turn.device).unsqueeze(1)).double()  # (r, B)
+    own = (turn == torch.arange(r, device="cpu").unsqueeze(1)).double()  # (r, B)
     member = torch.where(is_memory, torch.ones_like(own), own)
     sizes = member.sum(1)
     gather = member / sizes.unsqueeze(1)
-    scatter = (own if options.memory == "own" else member / member.sum(0)).T
-    running = torch.full((r,), 1 / r, dtype=torch.double)
-    plan = Plan(layout.rows, gather, scatter, running, sizes, total_variance=options.total_variance)
-    return _ablated(plan, options.case) if options.case else plan
+    scatter = (own if options.memory == "own" else member / member.sum(0)).t().contiguous()
+    return Plan(layout.rows, gather, scatter, _ones(r) / r, sizes, total_variance=options.total_variance)
 
 
 def _weighted(layout: Layout) -> Plan:
     """One group in which each of the ``past_tasks + 1`` tasks weighs the same."""
-    share = 1 / (layout.past_tasks + 1)
-    weights = torch.tensor([share / layout.current, (1 - share) / layout.memory], dtype=torch.double)
-    gather = weights.to(layout.memory_mask().device)[layout.memory_mask().long()].unsqueeze(0)
-    one = torch.ones(1, dtype=torch.double)
-    return Plan(layout.rows, gather, torch.ones(layout.rows, 1), one, one * layout.rows)
+    b, share = layout.rows, 1 / (layout.past_tasks + 1)
+    weights = torch.where(
+        layout.memory_mask(), _ones(b) * (1 - share) / layout.memory, _ones(b) * share / layout.current
+    )
+    return Plan(b, weights.unsqueeze(0), _ones(b, 1), _ones(1), b * _ones(1))
 
 
 def _ablated(plan: Plan, case: int) -> Plan:
     """The paper's ablations are the same groups, or plain batch norm's one group, used for one purpose and not for another."""
-    b, r = plan.rows, plan.splits
-    whole = torch.full((1, b), 1 / b, dtype=torch.double, device=plan.gather.device)
-    everyone = torch.ones(b, 1, dtype=torch.double, device=plan.gather.device)
+    r, b = plan.gather.shape
+    everyone, whole = _ones(b, 1), _ones(1, b) / b
     if case == 3:  # all rows share the averaged statistics
-        return replace(plan, scatter=everyone, blend=torch.full((1, r), 1 / r, dtype=torch.double), _per_pixels={})
+        return replace(plan, scatter=everyone, blend=_ones(1, r) / r)
     if case == 4:  # batch statistics, repeated over the splits: batch norm but for the counted rows
-        return replace(
-            plan, gather=whole, scatter=everyone, running=torch.ones(1), sizes=plan.sizes[:1], _per_pixels={}
-        )
-    gather = torch.cat([plan.gather, whole])
-    no_split, no_whole = torch.zeros(b, r, dtype=torch.double), torch.zeros(b, 1, dtype=torch.double)
-    sizes = torch.cat([plan.sizes, torch.tensor([float(b)])])
+        return replace(plan, gather=whole, scatter=everyone, running=_ones(1), sizes=plan.sizes[:1])
+    gather, sizes = torch.cat([plan.gather, whole]), torch.cat([plan.sizes, b * _ones(1)])
     if case == 1:  # normalise with the whole batch, run with the splits
-        scatter = torch.cat([no_split.to(everyone), everyone], 1)
-        running = torch.cat([plan.running, torch.zeros(1)])
+        scatter, running = torch.cat([0 * plan.scatter, everyone], 1), torch.cat([plan.running, 0 * _ones(1)])
     else:  # case 2: normalise with the splits, run with the whole batch
-        scatter = torch.cat([plan.scatter, no_whole.to(everyone)], 1)
-        running = torch.cat([torch.zeros_like(plan.running), torch.ones(1)])
-    return replace(plan, gather=gather, scatter=scatter, running=running, sizes=sizes, _per_pixels={})
+        scatter, running = torch.cat([plan.scatter, 0 * everyone], 1), torch.cat([0 * plan.running, _ones(1)])
+    return replace(plan, gather=gather, scatter=scatter, running=running, sizes=sizes)
+
+
+def _membership(layout: Layout) -> Tensor:
+    if layout.task_ids is not None:
+        tasks = torch.arange(layout.past_tasks + 1, device=layout.task_ids.device)
+        return layout.task_ids.unsqueeze(1) == tasks
+    tasks = torch.arange(layout.past_tasks + 1, device="cpu")
+    current = (tasks == layout.past_tasks).double()
+    past = (1 - current) / max(layout.past_tasks, 1)
+    return torch.where(layout.memory_mask().unsqueeze(1), past, current)
+
+
+def _ones(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.double, device="cpu")

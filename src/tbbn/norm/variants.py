@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.errors import UserError
-from tbbn.norm.functional import statistics_dtype
-from tbbn.norm.layers import BalancedNorm
+from tbbn.norm.functional import move, statistics_dtype
+from tbbn.norm.layers import BalancedNorm, recomputing
 from tbbn.norm.plan import Layout
 
 
@@ -27,10 +27,24 @@ class AnyDims:
             raise ValueError(f"{type(self).__name__}: expected input of shape (N, C, ...), got {tuple(x.shape)}.")
 
 
-def check_groups(owner: str, groups: int, channels: int) -> None:
+def check_groups(owner: str, groups: int, channels: int, name: str = "groups") -> None:
     if groups < 1 or channels % groups:
         fitting = [d for d in range(1, channels + 1) if channels % d == 0]
-        raise UserError(f"{owner}: groups={groups} does not divide {channels} channels; choose one of {fitting}.")
+        raise UserError(f"{owner}: {name}={groups} does not divide {channels} channels; choose one of {fitting}.")
+
+
+def pixels_last(x: Tensor) -> Tensor:
+    """``x`` (N, C, ...) as (N, C, pixels) in the type statistics are computed in."""
+    x = x.to(statistics_dtype(x))
+    return x.flatten(2) if x.dim() > 2 else x.unsqueeze(2)
+
+
+def scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The affine map of a norm, channel by channel, where it has one."""
+    shape = (1, -1) + (1,) * (y.dim() - 2)
+    if weight is not None:
+        y = y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
 
 
 class InstanceNorm(nn.GroupNorm):
@@ -60,7 +74,8 @@ class GroupNorm(nn.GroupNorm):
         channels_per_group: int | None = None,
     ) -> None:
         if channels_per_group is not None:
-            groups = max(1, num_features // channels_per_group)
+            check_groups("gn", channels_per_group, num_features, "channels_per_group")
+            groups = num_features // channels_per_group
         check_groups("gn", groups, num_features)
         super().__init__(groups, num_features, eps, affine, device, dtype)
 
@@ -83,25 +98,37 @@ class ContinualNorm(AnyDims, _BatchNorm):
 class SwitchableNorm(AnyDims, _BatchNorm):
     """A learnt mixture of instance, layer and batch statistics (Luo et al., ICLR 2019).
 
-    Means and variances have three softmax weights each. Running statistics are the batch part's.
+    Means and variances have three softmax weights each. Running statistics are the batch part's. ``unbiased`` divides the
+    instance variance by ``H W - 1``, as the released code of both papers does; the publication divides by ``H W``.
     """
 
-    def __init__(self, num_features: int, *args: Any, **kwargs: Any) -> None:
-        super().__init__(num_features, *args, **kwargs)
-        factory = {"device": kwargs.get("device"), "dtype": kwargs.get("dtype")}
-        self.mean_weight = nn.Parameter(torch.ones(3, **factory))
-        self.var_weight = nn.Parameter(torch.ones(3, **factory))
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        unbiased: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.mean_weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype))
+        self.var_weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype))
+        self.unbiased = unbiased
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
-        rows = x.to(statistics_dtype(x)).flatten(2) if x.dim() > 2 else x.to(statistics_dtype(x)).unsqueeze(2)
-        var_in, mean_in = torch.var_mean(rows, 2, unbiased=False)  # (N, C)
-        square = var_in + mean_in.square()
-        mean_ln = mean_in.mean(1, keepdim=True)
-        var_ln = square.mean(1, keepdim=True) - mean_ln.square()
+        rows = pixels_last(x)
+        var_in, mean_in = torch.var_mean(rows, 2, unbiased=self.unbiased)  # (N, C)
+        # The variance of a whole is the mean of its parts' variances and the variance of their means.
+        var_ln, mean_ln = torch.var_mean(mean_in, 1, unbiased=False, keepdim=True)
+        var_ln = var_ln + var_in.mean(1, keepdim=True)
         if self.training or self.running_mean is None or self.running_var is None:
-            mean_bn = mean_in.mean(0)
-            var_bn = square.mean(0) - mean_bn.square()
+            var_bn, mean_bn = torch.var_mean(mean_in, 0, unbiased=False)
+            var_bn = var_bn + var_in.mean(0)
             self._run(mean_bn, var_bn, rows.shape[0] * rows.shape[2])
         else:
             mean_bn, var_bn = self.running_mean.to(rows.dtype), self.running_var.to(rows.dtype)
@@ -109,18 +136,16 @@ class SwitchableNorm(AnyDims, _BatchNorm):
         mean = wm[0] * mean_in + wm[1] * mean_ln + wm[2] * mean_bn
         inv = (wv[0] * var_in + wv[1] * var_ln + wv[2] * var_bn + self.eps).rsqrt()
         y = (rows - mean.unsqueeze(2)) * inv.unsqueeze(2)
-        if self.weight is not None:
-            y = y * self.weight.view(-1, 1) + self.bias.view(-1, 1)
-        return y.view(x.shape).to(x.dtype)
+        return scaled(y, self.weight, self.bias).view(x.shape).to(x.dtype)
 
     @torch.no_grad()
     def _run(self, mean: Tensor, var: Tensor, n: int) -> None:
-        if self.running_mean is None or self.running_var is None or not self.training:
+        if self.running_mean is None or self.running_var is None or not (self.training and self.track_running_stats):
             return
         self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         momentum = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)  # type: ignore[arg-type]
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_((var * n / max(n - 1, 1)).to(self.running_var.dtype), momentum)
+        move(self.running_mean, mean, momentum)
+        move(self.running_var, var * n / max(n - 1, 1), momentum)
 
 
 class BatchRenorm(AnyDims, _BatchNorm):
@@ -170,34 +195,38 @@ class BatchRenorm(AnyDims, _BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
-        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        assert self.running_mean is not None and self.running_var is not None
+        if not self.training and not self.eps_on_std:
+            return super().forward(x)
         shape = (1, -1) + (1,) * (x.dim() - 2)
         rows = x.to(statistics_dtype(x))
         if self.training:
-            dims = [d for d in range(x.dim()) if d != 1]
-            if x.numel() == x.shape[1]:
-                raise ValueError(
-                    f"BatchRenorm: expected more than 1 value per channel in training, got {tuple(x.shape)}."
-                )
-            var, mean = torch.var_mean(rows, dims, unbiased=False)
-            sigma = self._sigma(var)
-            with torch.no_grad():
-                old_sigma, old_mean = self._sigma(self.running_var), self.running_mean
-                r_max, d_max = self._limits()
-                r = (sigma / old_sigma).clamp(1 / r_max, r_max)
-                d = torch.maximum(torch.minimum((mean - old_mean) / old_sigma, d_max), -d_max)
-                new_sigma = old_sigma.lerp(sigma.to(old_sigma.dtype), self.momentum)
-                self.running_mean.lerp_(mean.to(old_mean.dtype), self.momentum)
-                self.running_var.copy_(
-                    (new_sigma - self.eps).square() if self.eps_on_std else new_sigma.square() - self.eps
-                )
-                self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-            y = (rows - mean.view(shape)) * (r / sigma).view(shape) + d.view(shape)
+            y = self._renormalise(rows, shape)
         else:
-            y = (rows - self.running_mean.view(shape)) / self._sigma(self.running_var).view(shape)
-        if self.weight is not None:
-            y = y * self.weight.view(shape) + self.bias.view(shape)
-        return y.to(x.dtype)
+            sigma = self._sigma(self.running_var.to(rows.dtype))
+            y = (rows - self.running_mean.view(shape)) / sigma.view(shape)
+        return scaled(y, self.weight, self.bias).to(x.dtype)
+
+    def _renormalise(self, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        if rows.numel() == rows.shape[1]:
+            raise ValueError(
+                f"BatchRenorm: expected more than 1 value per channel in training, got {tuple(rows.shape)}."
+            )
+        var, mean = torch.var_mean(rows, [d for d in range(rows.dim()) if d != 1], unbiased=False)
+        sigma = self._sigma(var)
+        with torch.no_grad():
+            old_mean, old_sigma = self.running_mean.to(rows.dtype), self._sigma(self.running_var.to(rows.dtype))
+            r_max, d_max = self._limits()
+            r = torch.clamp(sigma / old_sigma, 1 / r_max, r_max)
+            d = torch.clamp((mean - old_mean) / old_sigma, -d_max, d_max)
+            new_sigma = old_sigma.lerp(sigma, self.momentum)
+            self.running_mean.copy_(old_mean.lerp(mean, self.momentum))
+            self.running_var.copy_(
+                (new_sigma - self.eps).square() if self.eps_on_std else new_sigma.square() - self.eps
+            )
+            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        return (rows - mean.view(shape)) * (r / sigma).view(shape) + d.view(shape)
 
 
 class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
@@ -214,91 +243,85 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
     def __init__(
         self,
         num_features: int,
-        *args: Any,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
         max_tasks: int = 100,
         kappa: float = 1.0,
         strength: float = 0.1,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(num_features, *args, **kwargs)
-        if self.momentum is None or not self.track_running_stats:
+        if momentum is None or not track_running_stats:
             raise UserError("adab2n: needs running statistics and a momentum, such as 0.1.")
-        factory = {"device": kwargs.get("device"), "dtype": kwargs.get("dtype")}
-        self.task_logits = nn.Parameter(torch.zeros(max_tasks, **factory))
-        self.register_buffer("rate", torch.zeros((), device=kwargs.get("device")))
+        super().__init__(num_features, eps, momentum, affine, True, device, dtype)
+        self.task_logits = nn.Parameter(torch.zeros(max_tasks, device=device, dtype=dtype))
+        self.register_buffer("rate", torch.zeros((), device=device))
         self.max_tasks, self.kappa, self.strength = max_tasks, kappa, strength
         self.penalty: Tensor | None = None
-        self._member: Tensor | None = None
 
-    def set_layout(self, layout: Layout | None) -> None:
-        super().set_layout(layout)
-        self.penalty = None
-        if layout is None:
-            self._member = None
-            return
-        if layout.past_tasks + 1 > self.max_tasks:
-            raise UserError(
-                f"adab2n: max_tasks is {self.max_tasks} but this is task {layout.past_tasks + 1}; raise it."
-            )
-        self._member = membership(layout).to(self.task_logits.device, statistics_dtype(self.task_logits))
+    def prepare(self, layout: Layout) -> Tensor:
+        n_tasks = layout.past_tasks + 1
+        if n_tasks > self.max_tasks:
+            raise UserError(f"adab2n: max_tasks is {self.max_tasks} but this is task {n_tasks}; raise it.")
+        # On a device the check would wait for it.
+        if layout.task_ids is not None and layout.task_ids.is_cpu and layout.rows:
+            low, high = (int(t) for t in layout.task_ids.aminmax())
+            if low < 0 or high >= n_tasks:
+                raise UserError(
+                    f"balance: task_ids must lie in 0..{n_tasks - 1} for past_tasks={n_tasks - 1}, got {low}..{high}."
+                )
+        return layout.membership(self.task_logits.device, statistics_dtype(self.task_logits))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "penalty": None, "_member": None}
+        return {**super().__getstate__(), "penalty": None}
 
-    def _next_rate(self) -> Tensor:
+    def _run(self, mean: Tensor, var: Tensor) -> None:
         assert self.momentum is not None and isinstance(self.rate, Tensor)
-        m = self.momentum
-        first = torch.full_like(self.rate, m**self.kappa)
-        self.rate.copy_(torch.where(self.rate == 0, first, self.rate / (self.rate + (1 - m) ** self.kappa)))
-        return self.rate
+        assert self.running_mean is not None and self.running_var is not None
+        first = torch.full_like(self.rate, self.momentum**self.kappa)
+        following = self.rate / (self.rate + (1 - self.momentum) ** self.kappa)
+        self.rate.copy_(torch.where(self.rate == 0, first, following))
+        move(self.running_mean, mean, self.rate)
+        move(self.running_var, var, self.rate)
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         layout = self.layout_of(x)
-        if layout is None or not layout.past_tasks or self._member is None:
+        if self.training:
+            self.penalty = None
+        if layout is None:
             return super().forward(x)
+        if not layout.past_tasks:
+            return self.plain(x)
         assert self.running_mean is not None and self.running_var is not None
-        member = self._member  # (B, tasks)
+        rows = pixels_last(x)
+        member = self.prepared(layout).to(rows.dtype)  # (B, tasks)
         counts = member.sum(0)
-        concentration = self.task_logits[: member.shape[1]].exp() + counts
+        concentration = self.task_logits[: member.shape[1]].to(rows.dtype).exp() + counts
         share = concentration / concentration.sum() / counts.clamp_min(torch.finfo(counts.dtype).tiny)
-        weights = member @ torch.where(counts > 0, share, 0)  # (B,); an absent task keeps its share, as published
-        rows = x.to(statistics_dtype(x)).flatten(2) if x.dim() > 2 else x.to(statistics_dtype(x)).unsqueeze(2)
-        mean = weights @ rows.mean(2)  # (C,)
+        # An absent task keeps its share, as published. No matrix products here: autocast would round them.
+        weights = (member * torch.where(counts > 0, share, 0)).sum(1, keepdim=True)  # (B, 1)
+        mean = (weights * rows.mean(2)).sum(0)  # (C,)
         centred = rows - mean.view(1, -1, 1)
-        var = weights @ centred.square().mean(2)
-        with torch.no_grad():
-            rate = self._next_rate()
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-            self.running_var.lerp_(var.to(self.running_var.dtype), rate)
-            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        var = (weights * centred.square().mean(2)).sum(0)
+        if not recomputing():
+            with torch.no_grad():
+                self._run(mean, var)
         if self.strength:
-            self.penalty = self.strength * (
-                F.mse_loss(mean, self.running_mean.clone()) + F.mse_loss(var, self.running_var.clone())
+            running_mean, running_var = (
+                self.running_mean.to(mean.dtype, copy=True),
+                self.running_var.to(var.dtype, copy=True),
             )
+            self.penalty = self.strength * (F.mse_loss(mean, running_mean) + F.mse_loss(var, running_var))
         y = centred * (var + self.eps).rsqrt().view(1, -1, 1)
-        if self.weight is not None:
-            y = y * self.weight.view(1, -1, 1) + self.bias.view(1, -1, 1)
-        return y.view(x.shape).to(x.dtype)
-
-
-def membership(layout: Layout) -> Tensor:
-    """(B, tasks): which task each row belongs to; a memory row of unknown task to every past one in equal parts."""
-    n_tasks = layout.past_tasks + 1
-    if layout.task_ids is not None:
-        ids = layout.task_ids.long()
-        if int(ids.max()) >= n_tasks or int(ids.min()) < 0:
-            raise UserError(
-                f"balance: task_ids must lie in 0..{n_tasks - 1} for past_tasks={n_tasks - 1}, got {int(ids.max())}."
-            )
-        return F.one_hot(ids, n_tasks).double()
-    is_memory = layout.memory_mask()
-    current = F.one_hot(torch.full_like(is_memory, n_tasks - 1, dtype=torch.int64), n_tasks).double()
-    spread = (1 - current) / max(layout.past_tasks, 1)
-    return torch.where(is_memory.unsqueeze(1), spread, current)
+        return scaled(y, self.weight, self.bias).view(x.shape).to(x.dtype)
 
 
 def penalty(module: nn.Module) -> Tensor | None:
-    """The sum of what norms of ``module`` ask to be added to the loss after a training forward; None if none does."""
+    """The sum of what norms of ``module`` ask to be added to the loss of their last training forward; None if none does."""
     found = [m.penalty for m in module.modules() if isinstance(m, AdaptiveBalancedNorm) and m.penalty is not None]
     return torch.stack(found).sum() if found else None

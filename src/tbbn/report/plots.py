@@ -26,14 +26,17 @@ def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
     axes = figure.subplots()
     names = []
     for i, (name, members) in enumerate(grouped(records).items()):
-        curves = [[sum(row) / len(row) for row in r.accuracy] for r in members if r.accuracy]
+        # An unfinished run would cut the others' curves short.
+        shown = [r for r in members if r.status == "finished"] or members
+        curves = [[sum(row) / len(row) for row in r.accuracy] for r in shown if r.accuracy]
         if not curves:
             continue
         length = min(map(len, curves))
         tasks = range(1, length + 1)
         mean = [100 * statistics.fmean(c[t] for c in curves) for t in range(length)]
         colour, marker = COLOURS[i % len(COLOURS)], "os^Dv<>p"[i % 8]
-        axes.plot(tasks, mean, color=colour, marker=marker, markersize=5, label=f"{name} ({len(curves)} seeds)")
+        seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
+        axes.plot(tasks, mean, color=colour, marker=marker, markersize=5, label=f"{name} ({seeds})")
         if len(curves) > 1:
             spread = [100 * statistics.stdev(c[t] for c in curves) for t in range(length)]
             low = [m - s for m, s in zip(mean, spread, strict=True)]

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+from tbbn.config import RunConfig
 from tbbn.engine import EpochEnded, Event, Stepped, TaskEnded
 from tbbn.record import Record
 from tbbn.sweep import Job
@@ -42,32 +43,28 @@ class Lines(Quiet):
     def start(self, job: Job) -> None:
         self.began[job] = time.monotonic()
         self.number += 1
-        self.say(f"run {self.number}/{self.n_jobs}: {self.name(job)}")
-
-    @staticmethod
-    def name(job: Job) -> str:
-        return f"{job.config.label}, seed {job.config.seed}"
+        self.say(f"run {self.number}/{self.n_jobs}: {_name(job)}")
 
     def event(self, job: Job, event: Event) -> None:
         if isinstance(event, TaskEnded):
-            mean = 100 * sum(event.accuracy) / len(event.accuracy)
             seconds = time.monotonic() - self.began[job]
-            task = f"task {event.task + 1}/{job.config.data.tasks}"
-            self.say(f"  {self.name(job)}: {task}, mean accuracy {mean:.1f} % ({seconds:.0f} s)")
+            task = f"task {event.task + 1}/{_tasks(job.config)}"
+            self.say(f"  {_name(job)}: {task}, mean accuracy {_mean(event)} % ({seconds:.0f} s)")
         elif isinstance(event, EpochEnded) and time.monotonic() - self.said > self.every:
-            loss = event.losses.get("total", float("nan"))
-            at = event.position
-            self.say(
-                f"  {self.name(job)}: task {at.task + 1} {event.phase} epoch {at.epoch + 1}/{event.epochs}: loss {loss:.3f}"
-            )
+            at, loss = event.position, event.losses.get("total", float("nan"))
+            epoch = f"{event.phase} epoch {at.epoch + 1}/{event.epochs}"
+            self.say(f"  {_name(job)}: task {at.task + 1} {epoch}: loss {loss:.3f}")
 
     def end(self, job: Job, record: Record) -> None:
-        if record.status != "finished":
-            self.say(f"  {self.name(job)}: {record.status}: {record.message}")
+        if job not in self.began and record.status == "finished":
+            self.number += 1
+            self.say(f"run {self.number}/{self.n_jobs}: {_name(job)}: finished before, taken from {job.directory}")
+        elif record.status != "finished":
+            self.say(f"  {_name(job)}: {record.status}: {record.message}")
 
 
 class Bars(Quiet):
-    """rich's bars: all runs, the tasks of this run, the epochs of this task, with loss, accuracy and time left."""
+    """rich's bars: the tasks of all runs, and for each run at work the epochs of its task, with loss and accuracy."""
 
     def __init__(self, jobs: list[Job]) -> None:
         from rich.console import Console
@@ -75,17 +72,20 @@ class Bars(Quiet):
 
         self.bars = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[note]}"),
             console=Console(stderr=True),
             transient=True,
         )
-        tasks = sum(job.config.data.tasks for job in jobs)
-        self.all = self.bars.add_task("all runs, tasks", total=tasks, note="")
-        self.epochs = self.bars.add_task("", total=1, note="")
+        self.total = sum(_tasks(job.config) for job in jobs)
+        many = f"{len(jobs)} runs" if len(jobs) > 1 else "1 run"
+        self.all = self.bars.add_task(many, total=self.total, count=f"0/{self.total} tasks", note="")
+        self.mine: dict[Job, Any] = {}
+        self.accuracy: dict[Job, str] = {}
+        self.done: dict[Job, float] = {}  # tasks, the one at work as a share
 
     def __enter__(self) -> Bars:
         self.bars.__enter__()
@@ -95,27 +95,53 @@ class Bars(Quiet):
         self.bars.__exit__(*error)
 
     def start(self, job: Job) -> None:
-        self.bars.update(self.all, note=f"{job.config.label}, seed {job.config.seed}")
+        self.mine[job] = self.bars.add_task(_name(job), total=1, count="", note="")
 
     def event(self, job: Job, event: Event) -> None:
         if isinstance(event, Stepped):
-            at = event.position
-            name = f"task {at.task + 1}/{job.config.data.tasks} {event.phase}, epochs"
-            done = at.epoch + event.step / event.steps
-            self.bars.update(self.epochs, description=name, total=event.epochs, completed=done)
+            at, tasks = event.position, _tasks(job.config)
+            here = at.epoch + event.step / event.steps
+            name = f"{_name(job)}: task {at.task + 1}/{tasks}" + ("" if event.phase == "train" else f" {event.phase}")
+            count = f"{at.epoch + 1}/{event.epochs} epochs"
+            self.bars.update(self.mine[job], description=name, total=event.epochs, completed=here, count=count)
+            # Later phases of a task are short: to the whole they count as done.
+            self._advance(job, at.task + (0.95 if at.phase else 0.95 * here / event.epochs))
         elif isinstance(event, EpochEnded):
-            self.bars.update(self.epochs, note=f"loss {event.losses.get('total', float('nan')):.3f}")
+            loss = f"loss {event.losses.get('total', float('nan')):.3f}"
+            self.bars.update(self.mine[job], note=f"{loss}  {self.accuracy.get(job, '')}".rstrip())
         elif isinstance(event, TaskEnded):
-            mean = 100 * sum(event.accuracy) / len(event.accuracy)
-            self.bars.advance(self.all)
-            self.bars.reset(self.epochs, total=1, note=f"mean accuracy {mean:.1f} %")
+            self.accuracy[job] = f"accuracy {_mean(event)} %"
+            self.bars.update(self.mine[job], note=self.accuracy[job])
+            self._advance(job, event.task + 1)
+
+    def _advance(self, job: Job, tasks: float) -> None:
+        self.done[job] = tasks
+        whole = int(sum(int(n) for n in self.done.values()))
+        count = f"{whole}/{self.total} tasks"
+        self.bars.update(self.all, completed=sum(self.done.values()), count=count)
 
     def end(self, job: Job, record: Record) -> None:
-        state = "" if record.status == "finished" else f", {record.status} {record.message}"
+        if job in self.mine:
+            self.bars.remove_task(self.mine.pop(job))
+            how = f"{record.seconds:.0f} s"
+        else:
+            how = "finished before" if record.status == "finished" else "not begun"
+        self._advance(job, _tasks(job.config))
+        state = "" if record.status == "finished" else f": {record.status}: {record.message}"
         accuracy = f"A_f {100 * record.metrics['final_accuracy']:.1f} %" if record.accuracy else "no task learnt"
-        self.bars.console.print(
-            f"{job.config.label}, seed {job.config.seed}: {accuracy} ({record.seconds:.0f} s){state}", highlight=False
-        )
+        self.bars.console.print(f"{_name(job)}: {accuracy} ({how}){state}", highlight=False, markup=False)
+
+
+def _name(job: Job) -> str:
+    return f"{job.config.label}, seed {job.config.seed}"
+
+
+def _tasks(config: RunConfig) -> int:
+    return min(config.data.tasks, config.data.stop_after or config.data.tasks)
+
+
+def _mean(event: TaskEnded) -> str:
+    return f"{100 * sum(event.accuracy) / len(event.accuracy):.1f}"
 
 
 def progress(jobs: list[Job], quiet: bool) -> Quiet:

@@ -5,95 +5,123 @@ from __future__ import annotations
 import csv
 import io
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tbbn.config import to_toml
+from tbbn.config import RunConfig, flatten, to_dict
 from tbbn.errors import choose
 from tbbn.metrics import FORMULAS
 from tbbn.record import Record
 
 FORMATS = ("text", "md", "csv", "latex")
 HEADLINE = {"final_accuracy": "A_f", "average_accuracy": "A_a", "forgetting": "F", "learning_accuracy": "A_l"}
+TASK_IL = {"task_il_final_accuracy": "A_f task-IL", "task_il_average_accuracy": "A_a task-IL"}
+_SPREAD = " ± "
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    **{sign: "\\" + sign for sign in "&%#_${}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "±": r"$\pm$",
+}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header, and lines to print below."""
+    """Rows of text under a header, and lines to print below. ``align`` has an l or r for each column; by default all but
+    the first are to the right."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+    align: str = ""
 
     def render(self, form: str) -> str:
         if form not in FORMATS:
             raise choose("format", form, FORMATS)
         return {"text": self._text, "md": self._markdown, "csv": self._csv, "latex": self._latex}[form]()
 
-    def _widths(self) -> list[int]:
-        return [max(len(row[i]) for row in (self.header, *self.rows)) for i in range(len(self.header))]
+    @property
+    def _align(self) -> str:
+        return self.align or "l" + "r" * (len(self.header) - 1)
 
     def _text(self) -> str:
-        def line(row: Sequence[str]) -> str:
-            first, *rest = zip(row, self._widths(), strict=True)
-            return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
 
-        rule = "-" * len(line(self.header))
+        def line(row: Sequence[str]) -> str:
+            cells = zip(row, widths, self._align, strict=True)
+            return "  ".join(c.ljust(w) if side == "l" else c.rjust(w) for c, w, side in cells).rstrip()
+
+        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
         return "\n".join([line(self.header), rule, *map(line, self.rows), *(("", *self.notes) if self.notes else ())])
 
     def _markdown(self) -> str:
         def line(row: Sequence[str]) -> str:
             return "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
 
-        rule = "|" + "|".join(["---", *["---:"] * (len(self.header) - 1)]) + "|"
-        notes = ["", *(f"{note}  " for note in self.notes)] if self.notes else []
+        rule = "|" + "|".join("---" if side == "l" else "---:" for side in self._align) + "|"
+        notes = ["", *(f"- `{note}`" for note in self.notes)] if self.notes else []
         return "\n".join([line(self.header), rule, *map(line, self.rows), *notes])
 
     def _csv(self) -> str:
+        """Mean and standard deviation have a column each, so that a program reads numbers."""
+        columns: list[list[str]] = []
+        for title, *cells in zip(self.header, *self.rows, strict=True):
+            columns.append([title, *(cell.partition(_SPREAD)[0] for cell in cells)])
+            if any(_SPREAD in cell for cell in cells):
+                columns.append([f"{title} std", *(cell.partition(_SPREAD)[2] for cell in cells)])
         out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([self.header, *self.rows])
+        csv.writer(out, lineterminator="\n").writerows(zip(*columns, strict=True))
         return out.getvalue().rstrip("\n")
 
     def _latex(self) -> str:
         def cell(text: str) -> str:
-            for sign in "&%#_":
-                text = text.replace(sign, "\\" + sign)
-            return text.replace("±", "$\\pm$")
+            return "".join(_LATEX.get(sign, sign) for sign in text)
 
-        lines = [" & ".join(map(cell, row)) + r" \\" for row in (self.header, *self.rows)]
-        columns = "l" + "r" * (len(self.header) - 1)
-        return "\n".join(
-            [
-                rf"\begin{{tabular}}{{{columns}}}",
-                r"\toprule",
-                lines[0],
-                r"\midrule",
-                *lines[1:],
-                r"\bottomrule",
-                r"\end{tabular}",
-            ]
-        )
+        first, *rest = (" & ".join(map(cell, row)) + r" \\" for row in (self.header, *self.rows))
+        begin, end = rf"\begin{{tabular}}{{{self._align}}}", r"\end{tabular}"
+        return "\n".join([begin, r"\toprule", first, r"\midrule", *rest, r"\bottomrule", end])
 
 
 def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Records that differ in their seeds alone, under a label that tells the groups apart; in order of appearance."""
-    groups: dict[str, list[Record]] = {}
-    labels: dict[str, str] = {}
+    groups: dict[RunConfig, list[Record]] = {}
     for record in records:
-        config = record.run_config
-        key = to_toml(replace(config, seed=0, data=replace(config.data, class_order_seed=0)))
-        groups.setdefault(key, []).append(record)
-        labels[key] = config.label
-    unique: dict[str, list[Record]] = {}
-    for key, members in groups.items():
-        name = labels[key]
-        if sum(other == name for other in labels.values()) > 1:
-            config = members[0].run_config
-            name += f" [{config.data.name}, {config.backbone}, {config.protocol}]"
-        while name in unique:
-            name += "'"
-        unique[name] = members
-    return unique
+        groups.setdefault(_but_for_seed(record.run_config), []).append(record)
+    alike: dict[str, list[RunConfig]] = {}
+    for config in groups:
+        alike.setdefault(config.label, []).append(config)
+    names = {config: name for configs in alike.values() for config, name in _told_apart(configs).items()}
+    return {names[config]: members for config, members in groups.items()}
+
+
+def _but_for_seed(config: RunConfig) -> RunConfig:
+    """The config without its seeds, and without what says where it ran rather than what was done."""
+    data = replace(config.data, class_order_seed=-1, root="", download=True)
+    return replace(config, seed=0, device="", threads=0, data=data)
+
+
+def _told_apart(configs: Sequence[RunConfig]) -> dict[RunConfig, str]:
+    """A name for each of these configs, whose labels are one: the label and as few settings as tell them apart."""
+    trees = [flatten(to_dict(config)) for config in configs]
+    keys = sorted({key for tree in trees for key in tree}, key=lambda k: (k != "data.name", k))
+    chosen: list[str] = []
+    seen: list[tuple[str, ...]] = [()] * len(trees)
+    for key in keys:
+        longer = [(*known, str(tree.get(key))) for known, tree in zip(seen, trees, strict=True)]
+        if len(set(longer)) > len(set(seen)):
+            chosen, seen = [*chosen, key], longer
+    names = {}
+    for config, values in zip(configs, seen, strict=True):
+        inside = ", ".join(
+            value if key == "data.name" else f"{key}={value}" for key, value in zip(chosen, values, strict=True)
+        )
+        names[config] = f"{config.label} [{inside}]" if inside else config.label
+    return names
 
 
 def percent(values: Sequence[float]) -> str:
@@ -103,29 +131,34 @@ def percent(values: Sequence[float]) -> str:
     ('50.0', '55.0 ± 7.1')
     """
     mean = f"{100 * statistics.fmean(values):.1f}"
-    return mean if len(values) == 1 else f"{mean} ± {100 * statistics.stdev(values):.1f}"
+    return mean if len(values) == 1 else f"{mean}{_SPREAD}{100 * statistics.stdev(values):.1f}"
 
 
 def summary_table(records: Sequence[Record], metrics: Mapping[str, str] = HEADLINE) -> Table:
-    """One row for each group of seeds: the headline metrics as mean ± standard deviation."""
+    """One row for each group of seeds: the headline metrics of the finished runs as mean ± standard deviation."""
     rows = []
     for name, members in grouped(records).items():
-        done = [r for r in members if r.accuracy]
+        done = [r for r in members if r.status == "finished"]
         cells = [percent([r.metrics[m] for r in done]) if done else "-" for m in metrics]
-        rows.append((name, str(len(members)), *cells, _status(members)))
+        rows.append((name, str(len(done)), *cells, _status(members)))
     header = ("method + norm", "seeds", *(f"{short} %" for short in metrics.values()), "status")
-    if all(row[-1] == "finished" for row in rows):
-        header, rows = header[:-1], [row[:-1] for row in rows]
+    align = "l" + "r" * (len(header) - 2) + "l"
+    if all(record.status == "finished" for record in records):
+        header, rows, align = header[:-1], [row[:-1] for row in rows], align[:-1]
     notes = [FORMULAS[m] for m in metrics]
     notes.append(
         "a[t,i]: accuracy on task i after learning task t, all classes seen so far to choose from; ± over seeds."
     )
-    return Table(header, tuple(rows), tuple(notes))
+    return Table(header, tuple(rows), tuple(notes), align)
 
 
 def _status(records: Sequence[Record]) -> str:
-    states = [f"{r.status} after {len(r.accuracy)} tasks" if r.status != "finished" else r.status for r in records]
-    return ", ".join(sorted(set(states)))
+    """How the runs of a group ended, such as "2 finished, 1 diverged after 3 of 10 tasks"."""
+    states = Counter(
+        r.status if r.status == "finished" else f"{r.status} after {len(r.accuracy)} of {len(r.task_sizes)} tasks"
+        for r in records
+    )
+    return ", ".join(f"{n} {state}" for state, n in states.items())
 
 
 def accuracy_table(record: Record) -> Table:
@@ -140,9 +173,11 @@ def accuracy_table(record: Record) -> Table:
 
 
 def metrics_table(record: Record) -> Table:
-    """Every metric of one run with its formula."""
-    rows = [(FORMULAS[name], f"{100 * value:.2f} %") for name, value in record.metrics.items()]
-    rows += [
-        (f"{kind} after the last task: {FORMULAS[kind]}", str(n)) for kind, n in (record.errors or [{}])[-1].items()
-    ]
-    return Table(("metric", "value"), tuple(rows))
+    """Every metric of one run with its formula, and the errors after the last task by kind."""
+    rows = []
+    for name, value in record.metrics.items():
+        short, _, formula = FORMULAS[name].rpartition(" = ")
+        rows.append((short or TASK_IL[name], f"{100 * value:.2f} %", formula))
+    for kind, n in (record.errors or [{}])[-1].items():
+        rows.append((kind, str(n), FORMULAS[kind]))
+    return Table(("metric", "value", "formula"), tuple(rows), align="lrl")

@@ -1,0 +1,197 @@
+"""What task-balanced batch norm costs beside `nn.BatchNorm2d`, on a CPU: time and memory, as ratios.
+
+    python benchmarks/norm.py [--quick] [--json] [--threads 2]
+
+Forward and backward of one layer at r = 16, a whole training step of ResNet-32, and the activations kept for backward.
+Every round times each candidate once, in turn; a figure is the median over rounds of its time over batch norm's in the same
+round, so that a busy machine disturbs both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+import tbbn
+from tbbn.models import backbone
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "norm"))
+from literal import reshape_repeat
+
+SHAPES = [(64, 16, 32, 32), (64, 32, 16, 16), (64, 64, 8, 8)]
+FORMATS = {"channels_last": torch.channels_last, "NCHW": torch.contiguous_format}
+LAYOUT = {"current": 48, "memory": 16, "past_tasks": 6}  # r = 16
+TARGETS = {"layer channels_last": 1.0, "layer NCHW": 1.2, "resnet32": 1.03, "memory": 1.05}
+
+
+class Literal(nn.BatchNorm2d):
+    """The layer as the paper writes it: memory rows copied into every split."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reshape_repeat(x, self.running_mean, self.running_var, self.weight, self.bias, 48, 16)
+
+
+def times(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of every candidate in every round."""
+    for call in candidates.values():
+        for _ in range(3):
+            call()
+    seen: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            start = perf_counter()
+            call()
+            seen[name].append(1e3 * (perf_counter() - start))
+    return seen
+
+
+def ratio(seen: dict[str, list[float]], name: str) -> float:
+    return median(a / b for a, b in zip(seen[name], seen["bn"], strict=True))
+
+
+def step(module: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], None]:
+    def call() -> None:
+        x.grad = None
+        module.zero_grad(set_to_none=True)
+        module(x).backward(grad)
+
+    return call
+
+
+def layer_rows(rounds: int) -> list[dict[str, object]]:
+    rows = []
+    for shape in SHAPES:
+        for name, memory_format in FORMATS.items():
+            x = torch.randn(shape).to(memory_format=memory_format).requires_grad_()
+            grad = torch.randn(shape).to(memory_format=memory_format)
+            ours = tbbn.TaskBalancedBatchNorm2d(shape[1])
+            with tbbn.balance(ours, **LAYOUT):
+                fast = {"bn": step(nn.BatchNorm2d(shape[1]), x, grad), "tbbn": step(ours, x, grad)}
+                seen = times(fast, rounds)
+                slow = times({"bn": fast["bn"], "literal": step(Literal(shape[1]), x, grad)}, max(3, rounds // 20))
+            rows.append(
+                {
+                    "what": f"layer {name}",
+                    "shape": str(shape),
+                    "bn_ms": median(seen["bn"]),
+                    "tbbn": ratio(seen, "tbbn"),
+                    "literal": ratio(slow, "literal"),
+                }
+            )
+    return rows
+
+
+def networks(memory_format: torch.memory_format) -> dict[str, nn.Module]:
+    return {
+        norm: tbbn.convert(backbone("resnet32"), norm).to(memory_format=memory_format).train()
+        for norm in ("bn", "tbbn")
+    }
+
+
+def network_rows(rounds: int) -> list[dict[str, object]]:
+    rows = []
+    images, labels = torch.randn(64, 3, 32, 32), torch.randint(64, (64,))
+    for name, memory_format in FORMATS.items():
+        models, x = networks(memory_format), images.to(memory_format=memory_format)
+
+        def call(model: nn.Module, x: Tensor = x) -> Callable[[], None]:
+            optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+            def train() -> None:
+                optimizer.zero_grad()
+                if tbbn.norm.is_balanced(model):
+                    with tbbn.balance(model, **LAYOUT):
+                        pooled = model(x).pooled
+                else:
+                    pooled = model(x).pooled
+                nn.functional.cross_entropy(pooled, labels).backward()
+                optimizer.step()
+
+            return train
+
+        seen = times({norm: call(model) for norm, model in models.items()}, rounds)
+        rows.append(
+            {
+                "what": "resnet32",
+                "shape": f"(64, 3, 32, 32) {name}",
+                "bn_ms": median(seen["bn"]),
+                "tbbn": ratio(seen, "tbbn"),
+            }
+        )
+    return rows
+
+
+def kept(forward: Callable[[], object], parameters: set[int]) -> int:
+    """Bytes of activations and statistics that a forward keeps for its backward, each storage once."""
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = forward()  # kept alive until counted: a freed storage's address is used again
+    del result
+    return sum(storages.values())
+
+
+def memory_rows() -> list[dict[str, object]]:
+    rows = []
+    images = torch.randn(64, 3, 32, 32)
+    sizes = {}
+    for norm, model in networks(torch.channels_last).items():
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        if norm == "bn":
+            sizes[norm] = kept(lambda model=model: model(images), own)
+        else:
+            with tbbn.balance(model, **LAYOUT):
+                sizes[norm] = kept(lambda model=model: model(images), own)
+    rows.append({"what": "memory", "shape": "resnet32, batch 64", "bn_mib": sizes["bn"] / 2**20})
+    rows[-1]["tbbn"] = sizes["tbbn"] / sizes["bn"]
+    for shape in SHAPES:
+        x = torch.randn(shape, requires_grad=True)
+        plain, ours = nn.BatchNorm2d(shape[1]), tbbn.TaskBalancedBatchNorm2d(shape[1])
+        bn = kept(lambda x=x, plain=plain: plain(x), set())
+        with tbbn.balance(ours, **LAYOUT):
+            mine = kept(lambda x=x, ours=ours: ours(x), set())
+        rows.append({"what": "memory", "shape": f"layer {shape}", "bn_mib": bn / 2**20, "tbbn": mine / bn})
+    return rows
+
+
+def show(rows: list[dict[str, object]]) -> None:
+    print(f"{'what':20} {'shape':28} {'batch norm':>12} {'tbbn':>7} {'literal':>8} {'target':>7}")
+    for row in rows:
+        base = f"{row['bn_ms']:.2f} ms" if "bn_ms" in row else f"{row['bn_mib']:.1f} MiB"
+        literal = f"{row['literal']:.1f}x" if "literal" in row else ""
+        target = TARGETS[str(row["what"])]
+        print(f"{row['what']:20} {row['shape']:28} {base:>12} {row['tbbn']:6.2f}x {literal:>8} {target:6.2f}x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few rounds: seconds instead of a minute")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    layer_rounds, network_rounds = (20, 2) if arguments.quick else (300, 20)
+    rows = [*layer_rows(layer_rounds), *network_rows(network_rounds), *memory_rows()]
+    if arguments.json:
+        print(json.dumps({"torch": torch.__version__, "threads": arguments.threads, "rows": rows}, indent=1))
+    else:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()

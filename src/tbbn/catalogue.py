@@ -1,0 +1,88 @@
+"""What there is to choose from, and what this machine has: the contents of ``tbbn list`` and ``tbbn doctor``."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from tbbn.errors import UserError
+from tbbn.protocols import QUIRKS
+
+
+def _methods() -> dict[str, str]:
+    from tbbn.methods import METHODS
+
+    return {name: kind.description for name, kind in METHODS.items()}
+
+
+def _norms() -> dict[str, str]:
+    from tbbn.norm import DESCRIPTIONS
+
+    return dict(DESCRIPTIONS)
+
+
+def _datasets() -> dict[str, str]:
+    from tbbn.data.sources import available
+
+    return available()
+
+
+def _backbones() -> dict[str, str]:
+    from tbbn.models import backbones
+
+    return backbones()
+
+
+def _recipes() -> dict[str, str]:
+    from tbbn.paper import describe, recipes
+
+    return {name: describe(path) for name, path in recipes().items()}
+
+
+def _augmentations() -> dict[str, str]:
+    from tbbn.data.augment import augmentations
+
+    return augmentations()
+
+
+def _quirks() -> dict[str, str]:
+    return {name: quirk.line for name, quirk in QUIRKS.items()}
+
+
+LISTS: dict[str, Callable[[], dict[str, str]]] = {
+    "methods": _methods,
+    "norms": _norms,
+    "datasets": _datasets,
+    "backbones": _backbones,
+    "recipes": _recipes,
+    "augmentations": _augmentations,
+    "quirks": _quirks,
+}
+
+
+def doctor(root: str) -> dict[str, dict[str, Any]]:
+    """Versions, device and free disk; and which data sets lie under ``root``."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    from tbbn.data.sources import found
+    from tbbn.record import environment
+
+    facts = environment()
+    for package in ("torchvision", "triton", "numpy", "rich", "matplotlib", "safetensors", "scikit-learn"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            facts[package] = "not installed"
+    try:
+        from tbbn.vision import torchvision
+
+        torchvision()
+    except (UserError, ImportError, RuntimeError) as error:
+        facts["torchvision"] = f"{facts['torchvision']}, cannot be used: {error}"
+    facts["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    facts["free disk here"] = f"{shutil.disk_usage('.').free / 2**30:.0f} GiB"
+    data = {name: "found" if there else "not found" for name, there in found(root).items()}
+    return {"environment": facts, "data": data}

@@ -1,0 +1,29 @@
+"""Tests here share ``tinyrun.py``: a tiny run, and a look at every batch it trains on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tbbn.engine.step import Step
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tinyrun import Trained
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Trained]:
+    """Every step trained from now on."""
+    steps: list[Trained] = []
+    real = Step.train
+
+    def watched(self: Step, index: Tensor, drawn: list[Tensor]) -> None:
+        steps.append(Trained(self.loss.__name__, self.shape, index.clone()))
+        real(self, index, drawn)
+
+    monkeypatch.setattr(Step, "train", watched)
+    return steps

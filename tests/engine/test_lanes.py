@@ -1,0 +1,120 @@
+"""Many runs from one thread: each is what it is alone, and one that fails leaves the others untouched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tinyrun import finish, tiny
+
+from tbbn.engine import Event, Stepped, TaskEnded, run_lanes
+from tbbn.methods import METHODS
+from tbbn.record import Record, load_record
+
+
+def told(record: Record) -> dict[str, Any]:
+    tree = {key: value for key, value in asdict(record).items() if key not in ("seconds", "environment", "predictions")}
+    return {**tree, "predictions": {key: value.tolist() for key, value in record.predictions.items()}}
+
+
+CONFIGS = [
+    tiny(),
+    tiny(seed=1, norm__name="tbbn", method__name="icarl"),
+    tiny(seed=2, method__name="eeil", method__balanced_epochs=1, data__tasks=2),
+    tiny(seed=3, data__online=True, train__epochs=1),
+]
+
+
+def test_a_record_from_a_lane_is_that_of_the_run_alone() -> None:
+    together = run_lanes(CONFIGS, 3)
+    for config, record in zip(CONFIGS, together, strict=True):
+        assert record.status == "finished"
+        assert told(record) == told(finish(config).record)
+
+
+def test_runs_take_turns_and_a_free_lane_takes_the_next() -> None:
+    turns: list[int] = []
+    ends: list[int] = []
+
+    def event(number: int, event: Event) -> None:
+        if isinstance(event, Stepped):
+            turns.append(number)
+
+    def end(number: int, record: Record) -> None:
+        ends.append(number)
+
+    run_lanes([tiny(), tiny(seed=1), tiny(seed=2)], 2, on_event=event, on_end=end)
+    assert turns[:6] == [0, 1, 0, 1, 0, 1]
+    assert turns.index(2) > max(turns.index(0), turns.index(1))
+    assert turns.index(2) > turns.count(0)  # not before one of the first two has ended
+    assert sorted(ends) == [0, 1, 2] and ends[-1] == 2
+
+
+def test_more_lanes_than_runs_is_no_mistake() -> None:
+    assert [r.status for r in run_lanes([tiny(data__stop_after=1)], 8)] == ["finished"]
+    assert run_lanes([], 2) == []
+
+
+def test_a_lane_that_cannot_begin_is_marked_failed(tmp_path: Path) -> None:
+    configs = [tiny(), tiny(data__name="folder:/nowhere"), tiny(seed=1)]
+    places = [tmp_path / str(i) for i in range(3)]
+    records = run_lanes(configs, 3, directories=places)
+    assert [r.status for r in records] == ["finished", "failed", "finished"]
+    assert records[1].message.startswith("UserError: ") and "/nowhere" in records[1].message
+    assert load_record(places[1]).status == "failed"
+    assert told(records[0]) == told(finish(configs[0]).record)
+    assert told(records[2]) == told(finish(configs[2]).record)
+
+
+def test_a_lane_that_breaks_on_the_way_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = METHODS["er"]
+    real = kind.loss
+
+    def breaking(self: Any, batch: Any, output: Any, previous: Any) -> Any:
+        if batch.n_old_classes:
+            raise RuntimeError("injected")
+        return real(self, batch, output, previous)
+
+    monkeypatch.setattr(kind, "loss", breaking)
+    configs = [tiny(method__name="er"), tiny(), tiny(seed=1, norm__name="tbbn")]
+    ended: dict[int, str] = {}
+    records = run_lanes(
+        configs,
+        2,
+        directories=[tmp_path / str(i) for i in range(3)],
+        on_end=lambda number, record: ended.update({number: record.status}),
+    )
+    assert [r.status for r in records] == ["failed", "finished", "finished"]
+    assert ended == {0: "failed", 1: "finished", 2: "finished"}
+    assert records[0].message == "RuntimeError: injected"
+    assert len(records[0].accuracy) == 1  # the first task was learnt
+    saved = load_record(tmp_path / "0")
+    assert (saved.status, saved.message, saved.accuracy) == ("failed", "RuntimeError: injected", records[0].accuracy)
+    assert told(records[1]) == told(finish(configs[1]).record)
+
+
+def test_a_diverging_lane_is_diverged_not_failed() -> None:
+    records = run_lanes([tiny(train__lr=1e20), tiny(data__stop_after=1)], 2)
+    assert [r.status for r in records] == ["diverged", "finished"]
+
+
+def test_lanes_leave_the_threads_of_the_process_as_they_were() -> None:
+    before = torch.get_num_threads()
+    # The run with more threads ends first: what it puts back must not be what the other had set.
+    run_lanes([tiny(threads=before + 1, data__stop_after=1), tiny(threads=before + 2)], 2)
+    assert torch.get_num_threads() == before
+
+
+def test_each_lane_computes_with_its_own_threads() -> None:
+    seen: dict[int, set[int]] = {0: set(), 1: set()}
+
+    def event(number: int, event: Event) -> None:
+        if isinstance(event, (Stepped, TaskEnded)):
+            seen[number].add(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    run_lanes([tiny(threads=before + 1), tiny(threads=before + 2)], 2, on_event=event)
+    assert seen[0] <= {before, before + 1} and seen[1] <= {before, before + 2}

@@ -1,0 +1,122 @@
+"""torch.compile: one graph, no break, no recompilation from step to step, the same numbers."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tbbn
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def network(norm="tbbn", **options):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)]
+    return tbbn.convert(nn.Sequential(*layers), norm, **options)
+
+
+def images(step):
+    return torch.randn(16, 2, 5, 5, generator=torch.Generator().manual_seed(step)) + 1
+
+
+def layout(step, masked, past=2):
+    if not masked:
+        return {"current": 12, "memory": 4, "past_tasks": past}
+    generator = torch.Generator().manual_seed(step)
+    return {"is_memory": (torch.arange(16) >= 12)[torch.randperm(16, generator=generator)], "past_tasks": past}
+
+
+def train(call, model, masked, steps=4, pasts=(2,)):
+    seen = []
+    for past in pasts:
+        for step in range(steps):
+            model.zero_grad()
+            with tbbn.balance(model, **layout(step, masked, past)):
+                y = call(images(step))
+            y.pow(2).mean().backward()
+            seen.append(y.detach())
+    return [*seen, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("norm", ["tbbn", "weighted", "adab2n"])
+def test_one_graph_serves_every_step_of_a_task(norm, masked):
+    counter = CompileCounterWithBackend("aot_eager")
+    model = network(norm)
+    got = train(torch.compile(model, backend=counter, fullgraph=True), model, masked)
+    assert counter.frame_count == 1
+    plain = network(norm)
+    for a, b in zip(got, train(plain, plain, masked), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"momentum": None}, {"track_running_stats": False}, {"affine": False}])
+def test_every_kind_of_layer_compiles(options):
+    counter = CompileCounterWithBackend("aot_eager")
+    layer, plain = (tbbn.TaskBalancedBatchNorm2d(2, **options) for _ in range(2))
+    if options == {"momentum": None}:
+        # The cumulative average reads its counter on the device, so that it is not a constant of the graph.
+        assert isinstance(layer.next_momentum(), torch.Tensor)
+        layer.num_batches_tracked.zero_()
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for step in range(3):
+        with tbbn.balance(layer, **layout(step, False)), tbbn.balance(plain, **layout(step, False)):
+            torch.testing.assert_close(compiled(images(step)), plain(images(step)), rtol=1e-5, atol=1e-5)
+    for a, b in zip(layer.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+def test_a_new_task_costs_no_more_than_a_graph_of_its_own():
+    counter = CompileCounterWithBackend("eager")
+    model = network()
+    got = train(torch.compile(model, backend=counter, fullgraph=True), model, False, steps=3, pasts=(0, 1, 2, 3))
+    assert counter.frame_count <= 4
+    plain = network()
+    for a, b in zip(got, train(plain, plain, False, steps=3, pasts=(0, 1, 2, 3)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_eval_after_training_and_training_after_eval():
+    counter = CompileCounterWithBackend("eager")
+    model = network()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(2):
+        model.train()
+        with tbbn.balance(model, **layout(0, False)):
+            compiled(images(0))
+        model.eval()
+        torch.testing.assert_close(compiled(images(1)), model(images(1)))
+    assert counter.frame_count == 2
+
+
+def test_the_block_may_stand_inside_the_compiled_function():
+    counter = CompileCounterWithBackend("aot_eager")
+    model, plain = network(), network()
+
+    def step(x):
+        with tbbn.balance(model, current=12, memory=4, past_tasks=2):
+            return model(x)
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for i in range(3):
+        y = compiled(images(i))
+        with tbbn.balance(plain, **layout(i, False)):
+            torch.testing.assert_close(y, plain(images(i)), rtol=1e-5, atol=1e-5)
+    assert all(m._layout is None for m in model if isinstance(m, tbbn.TaskBalancedBatchNorm2d))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow  # a minute of C++ compilation
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_inductor_gives_the_same_numbers():
+    model, plain = network(), network()
+    got = train(torch.compile(model, fullgraph=True), model, False, steps=2)
+    for a, b in zip(got, train(plain, plain, False, steps=2), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,464 @@
+"""Every other norm against its own formula, written out slowly; the paper's ablations against what they say."""
+
+import pytest
+import torch
+from literal import reshape_repeat, split_by_split
+from torch import nn
+
+import tbbn
+from tbbn.errors import UserError
+
+SHAPES = [(12, 4), (12, 4, 5), (12, 4, 3, 2), (12, 4, 2, 2, 2)]
+shapes = pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+EIGHT = {"current": 8, "memory": 4, "past_tasks": 2}
+
+
+def data(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 + 1
+
+
+def make(norm, channels=4, **options):
+    layer = tbbn.convert(nn.BatchNorm2d(channels).double(), norm, **options)
+    layer.weight.data = torch.linspace(0.5, 2, channels).double()
+    layer.bias.data = torch.linspace(-1, 1, channels).double()
+    return layer
+
+
+def affine(layer, y):
+    shape = (1, -1) + (1,) * (y.dim() - 2)
+    return y * layer.weight.view(shape) + layer.bias.view(shape)
+
+
+def close(got, wanted, tolerance=1e-10):
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+# -- instance and group norm
+
+
+def grouped(x, groups, eps=1e-5):
+    y = torch.empty_like(x)
+    size = x.shape[1] // groups
+    for n in range(len(x)):
+        for g in range(groups):
+            part = x[n, g * size : (g + 1) * size]
+            y[n, g * size : (g + 1) * size] = (part - part.mean()) / (part.var(unbiased=False) + eps).sqrt()
+    return y
+
+
+@shapes
+def test_instance_norm(shape):
+    layer, x = make("in"), data(shape)
+    close(layer(x), affine(layer, grouped(x, 4)))
+    close(layer.eval()(x), affine(layer, grouped(x, 4)))
+    assert dict(layer.named_buffers()) == {}
+
+
+@every_shape
+@pytest.mark.parametrize("groups", [1, 2])
+def test_group_norm(shape, groups):
+    layer, x = make("gn", groups=groups), data(shape)
+    close(layer(x), affine(layer, grouped(x, groups)))
+
+
+def test_group_norm_counting_channels_as_the_released_code():
+    layer = make("gn", channels=8, channels_per_group=2)
+    assert layer.num_groups == 4
+    released = tbbn.convert(nn.BatchNorm2d(32, affine=False), "gn", channels_per_group=16)
+    assert released.num_groups == 2 and released.weight is None
+    assert make("gn", channels=32).num_groups == 16
+
+
+# -- continual norm
+
+
+@shapes
+def test_continual_norm(shape):
+    layer, x = make("cn", groups=2), data(shape)
+    grouped_x = grouped(x, 2)
+    plain = nn.BatchNorm1d(4).double()
+    plain.weight, plain.bias = layer.weight, layer.bias
+    close(layer(x), plain(grouped_x.flatten(2)).view(shape))
+    close(layer.running_mean, plain.running_mean)
+    close(layer.running_var, plain.running_var)
+    close(layer.eval()(x), plain.eval()(grouped_x.flatten(2)).view(shape))  # groups are normalised in eval mode too
+    assert "groups=2" in repr(layer)
+
+
+# -- switchable norm
+
+
+def switchable(layer, x, unbiased=False, running=None):
+    rows, y = x.flatten(2), torch.empty_like(x.flatten(2))
+    wm, wv = (
+        layer.mean_weight.exp() / layer.mean_weight.exp().sum(),
+        layer.var_weight.exp() / layer.var_weight.exp().sum(),
+    )
+    correction = rows.shape[2] / (rows.shape[2] - 1) if unbiased else 1.0
+    batch = rows.transpose(0, 1).flatten(1)
+    within = rows.var(2, unbiased=False) * (correction - 1)  # what unbiased instance variances add to the others
+    for n in range(len(rows)):
+        for c in range(rows.shape[1]):
+            var_in, mean_in = rows[n, c].var(unbiased=False) * correction, rows[n, c].mean()
+            var_ln, mean_ln = rows[n].var(unbiased=False) + within[n].mean(), rows[n].mean()
+            var_bn, mean_bn = batch[c].var(unbiased=False) + within[:, c].mean(), batch[c].mean()
+            if running is not None:
+                mean_bn, var_bn = running[0][c], running[1][c]
+            mean = wm[0] * mean_in + wm[1] * mean_ln + wm[2] * mean_bn
+            var = wv[0] * var_in + wv[1] * var_ln + wv[2] * var_bn
+            y[n, c] = (rows[n, c] - mean) / (var + layer.eps).sqrt()
+    return affine(layer, y).view(x.shape)
+
+
+@shapes
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_switchable_norm(shape, unbiased):
+    layer, x = make("sn", unbiased=unbiased), data(shape)
+    layer.mean_weight.data = torch.tensor([0.5, 1.0, -1.0]).double()
+    layer.var_weight.data = torch.tensor([1.0, 0.0, 2.0]).double()
+    close(layer(x), switchable(layer, x, unbiased))
+    if not unbiased:
+        plain = nn.BatchNorm1d(4).double()
+        plain(x.flatten(2))
+        close(layer.running_mean, plain.running_mean)
+        close(layer.running_var, plain.running_var)
+    running = layer.running_mean.clone(), layer.running_var.clone()
+    close(layer.eval()(x), switchable(layer, x, unbiased, running))
+    close(layer.running_mean, running[0])
+
+
+def test_switchable_norm_starts_with_equal_parts_and_learns_them():
+    layer, x = make("sn"), data((12, 4, 3, 2))
+    assert layer.mean_weight.tolist() == layer.var_weight.tolist() == [1, 1, 1]
+    layer(x).pow(3).sum().backward()
+    assert layer.mean_weight.grad.abs().sum() > 0 and layer.var_weight.grad.abs().sum() > 0
+
+
+def test_switchable_norm_without_running_statistics():
+    layer = tbbn.convert(nn.BatchNorm2d(4, track_running_stats=False).double(), "sn").eval()
+    x = data((12, 4, 3, 2))
+    close(layer(x), switchable(layer, x))
+
+
+def test_switchable_norm_keeps_its_digits_off_centre():
+    layer, x = tbbn.convert(nn.BatchNorm2d(4), "sn"), data((12, 4, 8, 8)).float() + 1e3
+    assert (layer(x) - switchable(layer.double(), x.double())).abs().max() < 1e-3
+
+
+# -- batch renormalisation
+
+
+def renormalised(layer, x, mean, sigma, step, eps=1e-5, on_std=False):
+    """One training step of Ioffe (2017), sections 3 and 4; returns the output and the new moving averages."""
+    r_max = min(max(1 + 2 * (step - 5000) / 35000, 1), 3)
+    d_max = min(max(5 * (step - 5000) / 20000, 0), 5)
+    y, means, sigmas = torch.empty_like(x), [], []
+    for c in range(x.shape[1]):
+        part = x[:, c]
+        var = part.var(unbiased=False)
+        sigma_b = var.sqrt() + eps if on_std else (var + eps).sqrt()
+        r = (sigma_b / sigma[c]).clamp(1 / r_max, r_max).item()
+        d = ((part.mean() - mean[c]) / sigma[c]).clamp(-d_max, d_max).item()
+        y[:, c] = (part - part.mean()) / sigma_b * r + d
+        means.append(mean[c] + 0.01 * (part.mean() - mean[c]))
+        sigmas.append(sigma[c] + 0.01 * (sigma_b - sigma[c]))
+    return affine(layer, y), torch.stack(means), torch.stack(sigmas)
+
+
+@every_shape
+@pytest.mark.parametrize("step", [0, 5000, 9000, 20000, 25000, 40000, 90000])
+@pytest.mark.parametrize("on_std", [False, True])
+def test_batch_renorm(shape, step, on_std):
+    eps = 1e-3 if on_std else 1e-5
+    layer, x = make("brn", eps_on_std=on_std, eps=eps), data(shape)
+    layer.running_mean += 0.2
+    layer.num_batches_tracked.fill_(step)
+    sigma = layer.running_var.sqrt() + eps if on_std else (layer.running_var + eps).sqrt()
+    wanted, mean, sigma = renormalised(layer, x, layer.running_mean.clone(), sigma, step, eps, on_std)
+    close(layer(x), wanted, 1e-6)  # the limits are computed in float32
+    close(layer.running_mean, mean)
+    close(layer.running_var, (sigma - eps).square() if on_std else sigma.square() - eps)
+    assert layer.num_batches_tracked == step + 1
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    close(layer.eval()(x), affine(layer, (x - mean.view(shape)) / sigma.view(shape)))
+
+
+def test_batch_renorm_starts_as_batch_norm_and_treats_r_and_d_as_constants():
+    layer, plain, x = tbbn.convert(nn.BatchNorm2d(4), "brn"), nn.BatchNorm2d(4), data((12, 4, 3, 2)).float()
+    torch.testing.assert_close(layer(x), plain(x))
+    layer, x = make("brn"), data((12, 4, 3, 2)).requires_grad_()
+    layer.num_batches_tracked.fill_(90000)
+    layer.running_mean += 0.5
+    frozen = layer.running_mean.clone(), (layer.running_var + 1e-5).sqrt()
+    (got,) = torch.autograd.grad(layer(x).pow(2).sum(), x)
+    (wanted,) = torch.autograd.grad(renormalised(layer, x, *frozen, 90000)[0].pow(2).sum(), x)
+    close(got, wanted, 1e-6)
+
+
+def test_batch_renorm_needs_more_than_one_value():
+    with pytest.raises(
+        ValueError, match=r"BatchRenorm: expected more than 1 value per channel in training, got \(1, 4, 1, 1\)"
+    ):
+        make("brn")(data((1, 4, 1, 1)))
+
+
+def test_any_dims_norms_refuse_vectors():
+    for norm in ("sn", "brn", "adab2n"):
+        with pytest.raises(ValueError, match=r"expected input of shape \(N, C, ...\), got \(4,\)"):
+            make(norm)(data((4,)))
+
+
+# -- AdaB2N
+
+
+def adaptive(layer, x, ids, n_tasks):
+    counts = [sum(1 for i in ids if i == k) for k in range(n_tasks)]
+    concentration = [layer.task_logits[k].exp() + counts[k] for k in range(n_tasks)]
+    weights = [concentration[i] / sum(concentration) / counts[i] for i in ids]
+    mean = sum(w * row.flatten(1).mean(1) for w, row in zip(weights, x.unsqueeze(2), strict=True))
+    var = sum(
+        w * (row.flatten(1) - mean.unsqueeze(1)).square().mean(1)
+        for w, row in zip(weights, x.unsqueeze(2), strict=True)
+    )
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    return affine(layer, (x - mean.view(shape)) / (var.view(shape) + layer.eps).sqrt()), mean, var
+
+
+@every_shape
+def test_adaptive_norm_weighs_tasks_by_concentration(shape):
+    layer, x = make("adab2n"), data(shape).requires_grad_()
+    layer.task_logits.data[:3] = torch.tensor([0.5, -0.5, 1.0])
+    ids = [2] * 8 + [0, 1, 1, 1]
+    with tbbn.balance(layer, **EIGHT, task_ids=torch.tensor(ids)):
+        y = layer(x)
+    wanted, mean, var = adaptive(layer, x, ids, 3)
+    close(y, wanted)
+    close(layer.running_mean, 0.1 * mean.detach(), 1e-7)  # the rate is a float32
+    close(layer.running_var, 0.9 + 0.1 * var.detach(), 1e-7)
+    leaves = [x, layer.task_logits, layer.weight]
+    for a, b in zip(
+        torch.autograd.grad(y.pow(2).sum(), leaves), torch.autograd.grad(wanted.pow(2).sum(), leaves), strict=True
+    ):
+        close(a, b)
+
+
+def test_adaptive_norm_an_absent_task_keeps_its_share():
+    layer, x = make("adab2n"), data((12, 4, 3, 2))
+    ids = [2] * 8 + [0] * 4  # task 1 is absent: exp(0) of 15 in all
+    with tbbn.balance(layer, **EIGHT, task_ids=torch.tensor(ids)):
+        y = layer(x)
+    wanted, mean, _ = adaptive(layer, x, ids, 3)
+    close(y, wanted)
+    close(mean, 9 / 15 * x[:8].mean((0, 2, 3)) + 5 / 15 * x[8:].mean((0, 2, 3)))
+
+
+def test_adaptive_norm_spreads_memory_of_unknown_task():
+    layer, x = make("adab2n"), data((12, 4, 3, 2))
+    with tbbn.balance(layer, **EIGHT):
+        layer(x)
+    # 8 current and 2 + 2 memory rows: shares (8+1)/15 and 2 * (2+1)/15
+    mean = 9 / 15 * x[:8].mean((0, 2, 3)) + 6 / 15 * x[8:].mean((0, 2, 3))
+    close(layer.running_mean, 0.1 * mean, 1e-7)
+
+
+def test_adaptive_norm_is_batch_norm_in_the_first_task_and_outside():
+    layer, plain, x = tbbn.convert(nn.BatchNorm2d(4), "adab2n"), nn.BatchNorm2d(4), data((12, 4, 3, 2)).float()
+    with tbbn.balance(layer, current=12, memory=0, past_tasks=0):
+        assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer(x), plain(x)) and torch.equal(layer.eval()(x), plain.eval()(x))
+    assert torch.equal(layer.running_var, plain.running_var) and layer.rate == 0
+
+
+@pytest.mark.parametrize("kappa", [0.0, 0.4, 1.0])
+def test_adaptive_norm_rate_of_the_running_statistics(kappa):
+    layer, x = make("adab2n", kappa=kappa), data((12, 4, 3, 2))
+    rate, seen = 0.1**kappa, []
+    for step in range(1, 200):
+        with tbbn.balance(layer, **EIGHT):
+            layer(x)
+        seen.append(layer.rate.item())
+        assert abs(seen[-1] - rate) < 1e-5
+        if kappa == 0:
+            assert abs(seen[-1] - 1 / step) < 1e-4
+        rate = rate / (rate + 0.9**kappa)
+    if kappa:
+        assert abs(seen[-1] - (1 - 0.9**kappa)) < 1e-3
+
+
+def test_adaptive_norm_penalty():
+    model = nn.Sequential(make("adab2n", strength=0.5), make("adab2n", strength=2.0), make("adab2n", strength=0.0))
+    x = data((12, 4, 3, 2)).requires_grad_()
+    ids = torch.tensor([2] * 8 + [0, 1, 1, 1])
+    assert tbbn.penalty(model) is None
+    with tbbn.balance(model, **EIGHT, task_ids=ids):
+        y = model(x)
+    wanted, z = 0.0, x
+    for layer in model:
+        out, mean, var = adaptive(layer, z, ids.tolist(), 3)
+        squares = (mean - layer.running_mean).square().mean() + (var - layer.running_var).square().mean()
+        wanted, z = wanted + layer.strength * squares, out
+    got = tbbn.penalty(model)  # after the block: its layers remember their last training forward
+    close(got, wanted)
+    for a, b in zip(torch.autograd.grad(got, x, retain_graph=True), torch.autograd.grad(wanted, x), strict=True):
+        close(a, b)
+    model.eval()(x)
+    assert tbbn.penalty(model) is got or torch.equal(tbbn.penalty(model), got)
+    y = model.train()(x)  # outside a block there is nothing to add
+    assert tbbn.penalty(model) is None and y.requires_grad
+
+
+def test_penalty_of_other_models_is_none():
+    assert tbbn.penalty(nn.Sequential(nn.BatchNorm2d(3))) is None
+
+
+def test_adaptive_norm_refuses_tasks_it_does_not_know():
+    layer = make("adab2n", max_tasks=3)
+    with pytest.raises(UserError, match="adab2n: max_tasks is 3 but this is task 4; raise it"):
+        tbbn.balance(layer, current=8, memory=4, past_tasks=3).__enter__()
+    for ids in ([3] + [0] * 11, [-1] + [0] * 11):
+        with pytest.raises(UserError, match=r"task_ids must lie in 0\.\.2 for past_tasks=2, got "):
+            tbbn.balance(layer, **EIGHT, task_ids=torch.tensor(ids)).__enter__()
+
+
+def test_adaptive_norm_state_travels():
+    layer, other = make("adab2n"), make("adab2n")
+    with tbbn.balance(layer, **EIGHT):
+        layer(data((12, 4, 3, 2)))
+    other.load_state_dict(layer.state_dict(), strict=True)
+    assert other.rate == layer.rate > 0
+
+
+# -- one set of statistics with exact task weights
+
+
+@every_shape
+def test_weighted_batch_norm_is_batch_norm_of_repeated_memory_rows(shape):
+    x = data(shape).requires_grad_()
+    # A third of the weight on 8 current rows, two thirds on 4 memory rows: each memory row counts as four current ones.
+    layer = make("weighted") if len(shape) == 4 else None
+    if layer is None:
+        cls = {2: tbbn.WeightedBatchNorm1d, 3: tbbn.WeightedBatchNorm1d, 5: tbbn.WeightedBatchNorm3d}[len(shape)]
+        layer = cls(4).double()
+    with tbbn.balance(layer, **EIGHT):
+        y = layer(x)
+    many = torch.cat([x[:8], *[x[8:]] * 4])
+    dims = [0, *range(2, len(shape))]
+    mean, var = many.mean(dims, keepdim=True), many.var(dims, unbiased=False, keepdim=True)
+    wanted = affine(layer, (x - mean) / (var + 1e-5).sqrt())
+    close(y, wanted)
+    n = x.numel() // 4
+    close(layer.running_mean, 0.1 * mean.flatten())
+    close(layer.running_var, 0.9 + 0.1 * var.flatten() * n / (n - 1))
+    (got,), (slow,) = torch.autograd.grad(y.pow(3).sum(), x), torch.autograd.grad(wanted.pow(3).sum(), x)
+    close(got, slow)
+
+
+# -- the paper's ablations
+
+
+@pytest.fixture
+def batch():
+    return data((64, 4, 3, 3), seed=5).requires_grad_()
+
+
+def balanced_running(x, r=8):
+    mean, var = torch.zeros(4).double(), torch.ones(4).double()
+    reshape_repeat(x.detach(), mean, var, None, None, 48, r)
+    return mean, var
+
+
+def run(layer, x, past=3):
+    with tbbn.balance(layer, current=48, memory=16, past_tasks=past):
+        return layer(x)
+
+
+def test_case_1_trains_as_batch_norm_and_runs_with_balanced_statistics(batch):
+    layer, plain = make("tbbn", case=1), nn.BatchNorm2d(4).double()
+    plain.weight, plain.bias = layer.weight, layer.bias
+    y, wanted = run(layer, batch), plain(batch)
+    close(y, wanted)
+    close(*(torch.autograd.grad(t.pow(3).sum(), batch)[0] for t in (y, wanted)))
+    mean, var = balanced_running(batch)
+    close(layer.running_mean, mean)
+    close(layer.running_var, var)
+
+
+def test_case_2_trains_balanced_and_runs_with_batch_statistics(batch):
+    layer, plain = make("tbbn", case=2), nn.BatchNorm2d(4).double()
+    y, wanted = run(layer, batch), reshape_repeat(batch, None, None, layer.weight, layer.bias, 48, 8)
+    plain(batch)
+    close(y, wanted)
+    close(*(torch.autograd.grad(t.pow(3).sum(), batch)[0] for t in (y, wanted)))
+    close(layer.running_mean, plain.running_mean)
+    close(layer.running_var, plain.running_var)
+
+
+def test_case_2_of_the_released_code_runs_with_statistics_of_the_output(batch):
+    layer, plain = make("tbbn", case=2, output_statistics=True), nn.BatchNorm2d(4).double()
+    y = run(layer, batch)
+    close(y, reshape_repeat(batch, None, None, layer.weight, layer.bias, 48, 8))
+    plain(y.detach())
+    close(layer.running_mean, plain.running_mean)
+    close(layer.running_var, plain.running_var)
+    assert layer.num_batches_tracked == 1
+
+
+def test_case_3_normalises_every_row_with_the_averaged_statistics(batch):
+    layer = make("tbbn", case=3)
+    y = run(layer, batch)
+    parts = [torch.cat([batch[:48][j::8], batch[48:]]) for j in range(8)]
+    mean = torch.stack([p.mean((0, 2, 3)) for p in parts]).mean(0)
+    var = torch.stack([p.var((0, 2, 3), unbiased=False) for p in parts]).mean(0)
+    wanted = affine(layer, (batch - mean.view(1, 4, 1, 1)) / (var.view(1, 4, 1, 1) + 1e-5).sqrt())
+    close(y, wanted)
+    leaves = [batch, layer.weight, layer.bias]
+    for a, b in zip(
+        torch.autograd.grad(y.pow(3).sum(), leaves), torch.autograd.grad(wanted.pow(3).sum(), leaves), strict=True
+    ):
+        close(a, b)
+    running = balanced_running(batch)
+    close(layer.running_mean, running[0])
+    close(layer.running_var, running[1])
+
+
+def test_case_4_is_batch_norm_but_for_the_counted_rows(batch):
+    layer, plain = make("tbbn", case=4), nn.BatchNorm2d(4).double()
+    plain.weight, plain.bias = layer.weight, layer.bias
+    y, wanted = run(layer, batch), plain(batch)
+    close(y, wanted)
+    close(*(torch.autograd.grad(t.pow(3).sum(), batch)[0] for t in (y, wanted)))
+    close(layer.running_mean, plain.running_mean)
+    var, n, all_rows = batch.detach().var((0, 2, 3), unbiased=False), 22 * 9, 64 * 9
+    close(layer.running_var, 0.9 + 0.1 * var * n / (n - 1))
+    close(plain.running_var, 0.9 + 0.1 * var * all_rows / (all_rows - 1))
+
+
+def test_memory_rows_normalised_with_their_own_split_only(batch):
+    layer = make("tbbn", memory="own")
+    is_memory = torch.arange(64) >= 48
+    running = torch.zeros(4).double(), torch.ones(4).double()
+    y = run(layer, batch)
+    wanted = split_by_split(batch, *running, layer.weight, layer.bias, is_memory, 8, memory="own")
+    close(y, wanted)
+    close(y[:48], reshape_repeat(batch, None, None, layer.weight, layer.bias, 48, 8)[:48])
+    close(layer.running_var, running[1])
+
+
+def test_total_variance_adds_what_lies_between_the_splits(batch):
+    plain, layer = make("tbbn"), make("tbbn", total_variance=True)
+    close(run(layer, batch), run(plain, batch))
+    means = torch.stack([torch.cat([batch[:48][j::8], batch[48:]]).mean((0, 2, 3)) for j in range(8)]).detach()
+    close(layer.running_mean, plain.running_mean)
+    close(layer.running_var, plain.running_var + 0.1 * means.var(0, unbiased=False))
+    # With equal weights this is the variance of the batch in which each memory row counts eight times.
+    many = torch.cat([batch[:48], *[batch[48:]] * 8]).detach()
+    n = 22 * 9
+    within = plain.running_var - 0.9
+    biased = within / 0.1 * (n - 1) / n + means.var(0, unbiased=False)
+    close(biased, many.var((0, 2, 3), unbiased=False))
+
+
+def test_rule_current_gives_its_own_splits(batch):
+    layer = make("tbbn", rule="current")
+    close(run(layer, batch, past=4), reshape_repeat(batch, None, None, layer.weight, layer.bias, 48, 12))

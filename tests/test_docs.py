@@ -1,0 +1,134 @@
+"""The documentation is true: its Python runs, its commands parse, and the package's doctests hold."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import json
+import pkgutil
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tbbn
+from tbbn import config
+from tbbn.methods import METHODS
+from tbbn.norm import DESCRIPTIONS, NORMS
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+MODULES = sorted(m.name for m in pkgutil.walk_packages(tbbn.__path__, "tbbn."))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in that language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def registries() -> Any:
+    """What the examples register is gone afterwards."""
+    kept = [(registry, dict(registry)) for registry in (METHODS, NORMS, DESCRIPTIONS)]
+    yield
+    for registry, before in kept:
+        registry.clear()  # type: ignore[attr-defined]
+        registry.update(before)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def extended(registries: None) -> Any:
+    """A module with the code of docs/extending.md, run as it stands."""
+    page = ROOT / "docs" / "extending.md"
+    module = types.ModuleType("extending")
+    sys.modules["extending"] = module  # a dataclass looks its module up
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for block in blocks(page, "python"):
+            exec(compile(block, str(page), "exec"), module.__dict__)
+    module.printed = printed.getvalue()  # type: ignore[attr-defined]
+    yield module
+    del sys.modules["extending"]
+
+
+def test_the_examples_of_extending_run_as_they_stand(extended: Any) -> None:
+    assert METHODS["lwf"] is extended.LearningWithoutForgetting and NORMS["frn"] is extended.FilterResponseNorm
+    assert extended.record.status == "finished" and extended.record.run_config.norm.dict() == {"threshold": True}
+    accuracy, final, kd = re.fullmatch(r"(\[\[.*\]\]) (\S+) (\S+)\n", extended.printed).groups()  # type: ignore[union-attr]
+    assert len(json.loads(accuracy)) == 2 and 0 <= float(final) <= 1 and float(kd) > 0
+
+
+def test_what_the_examples_register_is_listed_and_runs_from_the_command_line(
+    extended: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tbbn.cli import main
+
+    for what, name in (("methods", "lwf"), ("norms", "frn")):
+        assert main(["list", what]) == 0
+        assert re.search(rf"^{name} +\w", capsys.readouterr().out, re.MULTILINE)
+    tiny = ["--data", "synthetic:4x12x4x8", "--data.tasks", "2", "--train.epochs", "1", "--memory.budget", "8"]
+    words = ["run", *tiny, "--method", "lwf(kd=2)", "--norm", "bn,frn(threshold=true)", "--out", str(tmp_path)]
+    assert main(words) == 0
+    assert "lwf(kd=2) + frn(threshold=True)" in capsys.readouterr().out
+    assert main([*words, "--method.temprature", "1"]) == 2
+    assert "Did you mean 'temperature'?" in capsys.readouterr().err
+    assert main([*words, "--method.temperature", "0"]) == 2
+    assert "lwf.temperature must be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_every_page_compiles(page: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_every_page_name_settings_that_exist(page: Path) -> None:
+    from tbbn.cli import COMMANDS, RUN_OPTIONS
+
+    text = page.read_text()
+    commands = re.findall(r"`(tbbn [^`\n]+)`", text)
+    for block in blocks(page, "(?:sh|bash|console|text)?"):
+        commands += re.findall(r"^(?:\$ )?(tbbn .+?)(?:\s+#.*)?$", block, re.MULTILINE)
+    for command in commands:
+        words = shlex.split(command)[1:]
+        if not words or words[0].startswith("{"):
+            continue
+        assert words[0].startswith("-") or words[0] in COMMANDS, command
+        for word in words[1:] if words[0] == "run" else ():
+            key = word[2:].partition("=")[0]
+            if word.startswith("--") and key not in RUN_OPTIONS and not key.startswith(("norm.", "method.")):
+                assert key in config.names(), f"{page.name}: {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_a_page_names_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+\.\w+)`", page.read_text()):
+        if name != "src/tbbn/methods/lwf.py":  # what the reader is to write
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_the_registry_lines_the_page_speaks_of_are_there() -> None:
+    assert "_KINDS" in (ROOT / "src/tbbn/methods/__init__.py").read_text()
+    source = (ROOT / "src/tbbn/norm/convert.py").read_text()
+    assert "NORMS:" in source and "DESCRIPTIONS" in source
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_doctests_of_the_package_hold(name: str) -> None:
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        if error.name in ("triton", "ray"):
+            pytest.skip(f"{name} needs {error.name}")
+        raise
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        failed, _ = doctest.testmod(module, extraglobs={"tbbn": tbbn, "torch": torch})
+    assert not failed, output.getvalue()
