@@ -224,14 +224,14 @@ def _recipe(name: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
 def _run(chosen: argparse.Namespace) -> int:
     from tbbn.report.progress import progress
     from tbbn.report.tables import summary_table
-    from tbbn.sweep import run_all
+    from tbbn.sweep import run_all, stoppable
 
     if chosen.lanes < 1:
         raise UserError(f"--lanes must be at least 1, got {chosen.lanes}.")
     jobs, folder = _jobs(chosen)
     if chosen.dry_run:
         return _dry_run(jobs, chosen.json)
-    with progress(jobs, chosen.quiet) as shown:
+    with progress(jobs, chosen.quiet) as shown, stoppable() as stop:
         records = run_all(
             jobs,
             lanes=chosen.lanes,
@@ -239,6 +239,7 @@ def _run(chosen: argparse.Namespace) -> int:
             on_event=shown.event,
             on_end=shown.end,
             overwrite=chosen.overwrite,
+            stop=stop,
         )
     if chosen.json:
         print(json.dumps([_summary(job, record) for job, record in zip(jobs, records, strict=True)], indent=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
+import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,13 +140,14 @@ def environment() -> dict[str, Any]:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write beside the target, flush to the disk, rename over it: a reader sees the old file or the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not by tempfile: its files are for their owner alone, and a record is for whoever may read the folder.
+    name = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(name, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise

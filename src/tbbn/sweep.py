@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -100,6 +105,30 @@ def expand(layers: Sequence[Layer], axes: Axes, out: Path) -> list[Job]:
     return jobs
 
 
+@contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Whether to stop: a first Ctrl-C (or a scheduler's SIGTERM) asks the runs to save themselves, a second ends at once."""
+    asked = False
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        # Past Python's buffers: the signal may have come in the middle of a print.
+        os.write(2, b"tbbn: stopping after this step; once more to stop at once.\n")
+
+    if threading.current_thread() is not threading.main_thread():  # only there may signals be handled
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def finished(job: Job) -> Record | None:
     """The record of a job that was done before, with the same config; another config there is an error."""
     if not (job.directory / "record.json").exists():
@@ -124,10 +153,12 @@ def run_all(
     on_event: Callable[[Job, Event], None] | None = None,
     on_end: Callable[[Job, Record], None] | None = None,
     overwrite: bool = False,
+    stop: Callable[[], bool] | None = None,
 ) -> list[Record]:
     """Do the jobs, ``lanes`` at a time; those finished before are taken as they are.
 
     Of several jobs a failing one stops no other; what the user has to mend (:class:`UserError`) ends a sweep without lanes.
+    Once ``stop`` says yes, what is at work saves itself, and this raises KeyboardInterrupt.
     """
     records = {job: record for job in jobs if not overwrite and (record := finished(job)) is not None}
     todo = [job for job in jobs if job not in records]
@@ -146,6 +177,9 @@ def run_all(
         if on_end is not None:
             on_end(job, record)
 
+    def ended(number: int, record: Record) -> None:
+        end(todo[number], record)
+
     for job in jobs:
         if job in records:
             end(job, records[job])
@@ -153,16 +187,20 @@ def run_all(
             forget(job)
     if lanes > 1:
         configs, places = [job.config for job in todo], [job.directory for job in todo]
-        run_lanes(configs, lanes, directories=places, on_event=event, on_end=lambda i, record: end(todo[i], record))
+        run_lanes(configs, lanes, directories=places, on_event=event, on_end=ended, stop=stop)
+        if stop is not None and stop():
+            raise KeyboardInterrupt
     else:
         for i, job in enumerate(todo):
-            end(job, _run_one(job, lambda e, i=i: event(i, e), alone=len(jobs) == 1))  # type: ignore[misc]
+            end(job, _run_one(job, partial(event, i), stop, alone=len(jobs) == 1))
+            if stop is not None and stop():
+                raise KeyboardInterrupt
     return [records[job] for job in jobs]
 
 
-def _run_one(job: Job, on_event: Callable[[Event], None], alone: bool) -> Record:
+def _run_one(job: Job, on_event: Callable[[Event], None], stop: Callable[[], bool] | None, alone: bool) -> Record:
     try:
-        return run(job.config, on_event=on_event, directory=job.directory)
+        return run(job.config, on_event=on_event, directory=job.directory, stop=stop)
     except UserError:
         raise
     except Exception as error:

@@ -110,6 +110,6 @@ def device(config: RunConfig) -> torch.device:
         found = torch.device(config.device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"device {config.device!r} cannot be used here: {reason} Use 'cpu' or 'auto'.") from None
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise UserError(f"device {config.device!r} cannot be used here: {reason}. Use 'cpu' or 'auto'.") from None
     return found

@@ -23,7 +23,11 @@ from tbbn.record import write_atomic
 
 SCHEMA = 1
 _BYTES = torch.uint8
-NEWEST, BEFORE, ARRIVING = "checkpoint.safetensors", "checkpoint.previous.safetensors", "checkpoint.arriving.safetensors"
+NEWEST, BEFORE, ARRIVING = (
+    "checkpoint.safetensors",
+    "checkpoint.previous.safetensors",
+    "checkpoint.arriving.safetensors",
+)
 
 
 def save(directory: Path, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:

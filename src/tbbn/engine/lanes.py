@@ -19,13 +19,14 @@ from tbbn.errors import UserError
 from tbbn.record import Record, new_record
 
 OnEvent = Callable[[int, Event], None]
+Stop = Callable[[], bool]
 
 
 class Lane:
     """One run, its stream, and what it is waiting for."""
 
-    def __init__(self, number: int, config: RunConfig, directory: Path | None) -> None:
-        self.number, self.config, self.directory = number, config, directory
+    def __init__(self, number: int, config: RunConfig, directory: Path | None, stop: Stop | None = None) -> None:
+        self.number, self.config, self.directory, self.stop = number, config, directory, stop
         self.done: Callable[[], bool] | None = None
         self.stream: torch.cuda.Stream | None = None
         self.job: Run | None = None
@@ -43,7 +44,7 @@ class Lane:
                     self.stream = torch.cuda.Stream()
                 with self._on_stream():
                     self.job = Run(self.config)
-                    self.events = self.job.recorded(self.directory)
+                    self.events = self.job.recorded(self.directory, stop=self.stop)
             with self._on_stream():
                 event = next(self.events)
             self.done = event.done if isinstance(event, Waiting) else None
@@ -67,17 +68,23 @@ def run_lanes(
     directories: Sequence[Path] | None = None,
     on_event: OnEvent | None = None,
     on_end: Callable[[int, Record], None] | None = None,
+    stop: Stop | None = None,
 ) -> list[Record]:
-    """Do the runs, ``n_lanes`` at a time; records in the order of the configs, each equal to that of the run alone."""
+    """Do the runs, ``n_lanes`` at a time; records in the order of the configs, each equal to that of the run alone.
+
+    Once ``stop`` says yes the runs at work save themselves and end as "interrupted", and no other begins.
+    """
     shared = {(config.precision, config.threads) for config in configs}
     if len(shared) > 1:
         raise UserError(f"lanes: runs side by side share precision and threads, got {sorted(shared)}; run them apart.")
     places: Sequence[Path | None] = directories if directories is not None else [None] * len(configs)
-    waiting = [Lane(i, config, place) for i, (config, place) in enumerate(zip(configs, places, strict=True))]
+    waiting = [Lane(i, config, place, stop) for i, (config, place) in enumerate(zip(configs, places, strict=True))]
     waiting.reverse()
     active: list[Lane] = []
     records: dict[int, Record] = {}
     while waiting or active:
+        if stop is not None and stop():
+            waiting.clear()
         while waiting and len(active) < n_lanes:
             active.append(waiting.pop())
         moved = False
@@ -97,4 +104,10 @@ def run_lanes(
                 on_end(lane.number, lane.record)
         if not moved:
             time.sleep(5e-5)
-    return [records[i] for i in range(len(configs))]
+    return [records[i] if i in records else _not_begun(config) for i, config in enumerate(configs)]
+
+
+def _not_begun(config: RunConfig) -> Record:
+    record = new_record(config)
+    record.status = "interrupted"
+    return record

@@ -434,7 +434,7 @@ class Run:
 
     def _evaluate(self, task: Task) -> None:
         """Predict every test image of the tasks so far: with all classes to choose from, and with its own task's alone."""
-        rows = torch.cat([self._test_rows(t) for t in self.scenario.tasks[: task.number + 1]])
+        rows = torch.cat([evaluated_rows(self.config, t) for t in self.scenario.tasks[: task.number + 1]])
         labels = self.scenario.test_labels[rows]
         tasks = _task_of_class(self.scenario, torch.device("cpu"))
         own = tasks[labels].to(self.device)
@@ -454,16 +454,10 @@ class Run:
         by_task = [tasks[labels] == t for t in range(task.number + 1)]
         self.record.accuracy.append([(free == labels)[m].float().mean().item() for m in by_task])
         self.record.task_il.append([(known == labels)[m].float().mean().item() for m in by_task])
-        n = task.classes.stop
-        confusion = torch.bincount(labels * n + free, minlength=n * n).view(n, n).tolist()
+        confusion = confusion_of(labels, free, task.classes.stop)
         self.record.errors.append(metrics.confusion_error_types(confusion, task.classes.start))
         self.record.predictions[f"task{task.number}"] = free.to(torch.int16)
         self.record.splits.append(self.whole_batch(task.number)[2])
-
-    def _test_rows(self, task: Task) -> Tensor:
-        if self.config.data.test == "all":
-            return task.test
-        return task.test[: len(task.test) // self.config.batch.size * self.config.batch.size]
 
     def whole_batch(self, task: int) -> tuple[int, int, int]:
         """Current rows, memory rows and splits of a whole batch of a task."""
@@ -533,6 +527,18 @@ def scenario_of(config: RunConfig, source: sources.Source) -> Scenario:
         seed=config.seed,
     )
     return replace(scenario, tasks=scenario.tasks[: data.stop_after or None])
+
+
+def evaluated_rows(config: RunConfig, task: Task) -> Tensor:
+    """The test images of a task that are evaluated: all of them, but for a quirk."""
+    whole = len(task.test) // config.batch.size * config.batch.size
+    return task.test if config.data.test == "all" else task.test[:whole]
+
+
+def confusion_of(labels: Tensor, predicted: Tensor, n_classes: int) -> list[list[int]]:
+    """How often each class (row) was taken for each (column)."""
+    counts = torch.bincount(labels * n_classes + predicted, minlength=n_classes * n_classes)
+    return counts.view(n_classes, n_classes).tolist()
 
 
 class settings:
