@@ -9,10 +9,12 @@ import json
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +284,67 @@ def test_an_interrupt_ends_cleanly_and_says_so(
     assert record.status == "interrupted" and len(record.accuracy) == 1
     assert main(words) == 0
     assert load_record(tmp_path / "x").status == "finished"
+
+
+@pytest.mark.parametrize(("lanes", "number"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("1", signal.SIGTERM)])
+def test_a_first_signal_lets_the_runs_save_themselves_at_once(
+    lanes: str,
+    number: signal.Signals,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tbbn.engine.step import Step
+
+    real, count = Step.train, 0
+
+    def signalled(self: Step, *arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 4:
+            os.kill(os.getpid(), number)
+        real(self, *arguments)
+
+    words = ["run", *TINY, "--train.epochs", "3", "--seeds", "2", "--lanes", lanes]
+    assert main([*words, "--out", str(tmp_path / "whole"), "--name", "x", "--quiet"]) == 0
+    words += ["--out", str(tmp_path), "--name", "x"]
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patched:
+        patched.setattr(Step, "train", signalled)
+        assert main(words) == 130
+    assert signal.getsignal(number) is handler
+    said = capfd.readouterr()
+    assert "tbbn: stopping after this step; once more to stop at once." in said.err
+    assert "ft + bn, seed 0: interrupted\n" in said.err
+    record = load_record(tmp_path / "x" / "ft-bn-0")
+    assert record.status == "interrupted" and count in (4, 5)  # nothing was trained after that step
+    assert main(words) == 0
+    for seed in (0, 1):
+        one, other = (load_record(tmp_path / part / f"ft-bn-{seed}") for part in ("x", "whole/x"))
+        assert one.status == "finished" and (one.accuracy, one.history) == (other.accuracy, other.history)
+
+
+def test_a_second_signal_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with sweep.stoppable() as stop:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err.count("tbbn: stopping") == 1
+
+
+def test_outside_the_main_thread_signals_are_left_alone() -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        with sweep.stoppable() as stop:
+            seen.append(stop())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]
 
 
 def test_a_diverged_run_has_an_exit_code_of_its_own(tmp_path: Path, capsys: Capture) -> None:

@@ -79,6 +79,15 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_beside_it(
     assert target.read_bytes() == b"new"
 
 
+def test_a_file_can_be_read_by_whom_the_folder_lets(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_atomic(tmp_path / "record.json", b"{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "record.json").stat().st_mode & 0o777 == 0o644
+
+
 def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     for call in ("fsync", "replace"):

@@ -11,6 +11,7 @@ import torch
 from tinyrun import finish, tiny
 
 from tbbn.engine import Event, Stepped, TaskEnded, run_lanes
+from tbbn.errors import UserError
 from tbbn.methods import METHODS
 from tbbn.record import Record, load_record
 
@@ -101,20 +102,39 @@ def test_a_diverging_lane_is_diverged_not_failed() -> None:
     assert [r.status for r in records] == ["diverged", "finished"]
 
 
-def test_lanes_leave_the_threads_of_the_process_as_they_were() -> None:
+def test_once_told_to_stop_no_lane_begins_and_those_at_work_are_interrupted(tmp_path: Path) -> None:
+    steps = 0
+
+    def event(_: int, event: Event) -> None:
+        nonlocal steps
+        steps += isinstance(event, Stepped)
+
+    configs = [tiny(seed=seed) for seed in range(3)]
+    places = [tmp_path / str(i) for i in range(3)]
+    stopped = run_lanes(configs, 2, directories=places, on_event=event, stop=lambda: steps >= 7)
+    assert [r.status for r in stopped] == ["interrupted"] * 3
+    assert steps <= 9 and not places[2].exists()
+    resumed = run_lanes(configs, 2, directories=places)
+    for config, record in zip(configs, resumed, strict=True):
+        assert told(record) == told(finish(config).record)
+
+
+def test_lanes_share_their_threads_until_the_last_has_ended_and_put_them_back() -> None:
     before = torch.get_num_threads()
-    # The run with more threads ends first: what it puts back must not be what the other had set.
-    run_lanes([tiny(threads=before + 1, data__stop_after=1), tiny(threads=before + 2)], 2)
-    assert torch.get_num_threads() == before
+    seen: set[int] = set()
 
-
-def test_each_lane_computes_with_its_own_threads() -> None:
-    seen: dict[int, set[int]] = {0: set(), 1: set()}
-
-    def event(number: int, event: Event) -> None:
+    def event(_: int, event: Event) -> None:
         if isinstance(event, (Stepped, TaskEnded)):
-            seen[number].add(torch.get_num_threads())
+            seen.add(torch.get_num_threads())
 
-    before = torch.get_num_threads()
-    run_lanes([tiny(threads=before + 1), tiny(threads=before + 2)], 2, on_event=event)
-    assert seen[0] <= {before, before + 1} and seen[1] <= {before, before + 2}
+    run_lanes([tiny(threads=before + 1, data__stop_after=1), tiny(threads=before + 1)], 2, on_event=event)
+    assert seen == {before + 1} and torch.get_num_threads() == before
+
+
+def test_lanes_that_want_other_threads_or_precision_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"lanes: runs side by side share precision and threads, got .*; run them apart\."
+    ):
+        run_lanes([tiny(threads=1), tiny(threads=2)], 2)
+    with pytest.raises(UserError, match=r"lanes: runs side by side share precision and threads"):
+        run_lanes([tiny(), tiny(precision="tf32")], 2)

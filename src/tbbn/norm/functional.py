@@ -1,12 +1,10 @@
 """The three steps of task-balanced batch norm: moments, the plan, one affine pass.
 
-    m[b], q[b]      mean of x - c and of (x - c)^2 over the pixels of row b
+    m[b], q[b]      mean and mean square of row b over its pixels, per channel
     mean[j], var[j] statistics of group j: gather @ m, and gather @ q - mean^2
-    y[b] = x[b] * A[b] + S[b],   A = scatter @ (weight * inv),  S = bias - scatter @ (weight * inv * mean) - c A[b]
+    y[b] = x[b] * A[b] + S[b],   A = scatter @ (weight * inv),  S = bias - scatter @ (weight * inv * mean)
 
 Nothing of size (r, B, C, H, W) exists; the backward pass has the same shape: two row sums, the transposed plan, one pass.
-Values are taken relative to ``c``, the channel's mean over the memory rows: mean squares of values far off zero lose the
-digits of a variance, but memory rows are part of every group, so no group's mean is far from theirs against its spread.
 ``reference`` says the same in differentiable tensor code. It is what ``torch.compile`` traces and what gives second
 derivatives; ``_Planned`` is the fast eager form of it.
 """
@@ -22,7 +20,10 @@ from torch import Tensor
 from tbbn.errors import UserError
 from tbbn.norm.plan import Plan
 
-_mse_loss_backward = torch.ops.aten.mse_loss_backward.grad_input
+# Mean squares lose digits when a mean is large against its spread. Where a variance is below this multiple of the squared mean
+# (the mean is more than 3 standard deviations off zero), values are first taken relative to the mean of the memory rows: these
+# are part of every group, so no group's mean is far from theirs against its spread.
+_OFF_CENTRE = 0.1
 
 # Looked for, not imported: kernels are a matter of CUDA tensors.
 _TRITON = importlib.util.find_spec("triton") is not None
@@ -124,7 +125,7 @@ def reference(
 
 
 class _Planned(torch.autograd.Function):
-    """``reference`` with hand-written passes over the activations; saves the input and (r, C) statistics, nothing else.
+    """``reference`` with hand-written passes over the activations; saves the input and a few values per channel.
 
     On a CPU half of the layer's time is the number of calls, whatever their size, and a small call after a pass over
     activations finds the caches cold: hence passes beside passes and small calls beside small calls, products with the plan
@@ -147,12 +148,16 @@ class _Planned(torch.autograd.Function):
         rows = x if x.dtype == dtype else x.to(dtype)
         dims, shape, pixels = _geometry(x)
         gather, shared = plan.per_pixel(pixels)[:2]
-        row_sum = rows.sum(dims)  # (B, C)
-        centre = torch.mv(row_sum.t(), shared)  # (C,)
-        y = _squares(rows, centre.view(shape[1:]))
-        row_square = y.sum(dims)
-        mean = gather.mm(row_sum.sub_(centre, alpha=pixels))  # (r, C)
-        var = gather.mm(row_square).addcmul_(mean, mean, value=-1).clamp_min_(0)
+        y, centre = torch.mul(rows, rows), None
+        row_sum, row_square = rows.sum(dims), y.sum(dims)  # (B, C)
+        mean = gather.mm(row_sum)  # (r, C)
+        var = gather.mm(row_square).addcmul_(mean, mean, value=-1)
+        # On a GPU the question "is any channel off centre?" would wait for the device: centre always.
+        if not x.is_cpu or torch.addcmul(var, mean, mean, value=-_OFF_CENTRE).min().item() < 0:
+            centre = torch.mv(row_sum.t(), shared)  # (C,)
+            rows = rows - centre.view(shape[1:])
+            mean = gather.mm(rows.sum(dims))
+            var = gather.mm(torch.mul(rows, rows, out=y).sum(dims)).addcmul_(mean, mean, value=-1).clamp_min_(0)
         used_mean, used_var = (mean, var) if plan.blend is None else (plan.blend.mm(mean), plan.blend.mm(var))
         inv = torch.add(used_var, eps).rsqrt_()
         scale = inv if weight is None else inv * weight
@@ -162,10 +167,10 @@ class _Planned(torch.autograd.Function):
             offset = plan.scatter.mm(shift.neg_())
         else:
             offset = torch.addmm(bias if bias.dtype == dtype else bias.to(dtype), plan.scatter, shift, alpha=-1)
-        offset.addcmul_(factor, centre, value=-1)
         _update_running(running_mean, running_var, mean, var, plan, pixels, momentum, centre)
         _affine(rows, factor.view(shape), offset.view(shape), out=y)
-        ctx.save_for_backward(x, weight, bias, used_mean, inv, scale, centre, None if plan.blend is None else mean)
+        group_mean = None if plan.blend is None else mean
+        ctx.save_for_backward(x, weight, bias, used_mean, inv, scale, factor, centre, group_mean)
         ctx.plan, ctx.eps = plan, eps
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
@@ -176,15 +181,17 @@ class _Planned(torch.autograd.Function):
                 return _Planned.backward(ctx, grad)
         if torch.is_grad_enabled():  # second derivatives are asked for: differentiate the reference instead
             return _differentiable_backward(ctx, grad)
-        x, weight, bias, mean, inv, scale, centre, group_mean = ctx.saved_tensors
+        x, weight, bias, mean, inv, scale, factor, centre, group_mean = ctx.saved_tensors
         plan, dtype = ctx.plan, ctx.plan.gather.dtype
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         rows, g = x if x.dtype == dtype else x.to(dtype), grad if grad.dtype == dtype else grad.to(dtype)
         dims, shape, pixels = _geometry(x)
         per_pixel = plan.per_pixel(pixels)
-        dx = _double_products(g, rows, centre.view(shape[1:]))
+        if centre is not None:
+            rows = rows - centre.view(shape[1:])
+        dx = torch.mul(g, rows)
         row_g, row_gx = g.sum(dims), dx.sum(dims)  # (B, C)
-        sum_g, sum_gx = per_pixel.scatter_back.mm(row_g), per_pixel.half_scatter_back.mm(row_gx)  # (r, C)
+        sum_g, sum_gx = per_pixel.scatter_back.mm(row_g), per_pixel.scatter_back.mm(row_gx)  # (r, C)
         spread = sum_gx.addcmul_(mean, sum_g, value=-1).mul_(inv)  # sums of g * normalised x
         grad_weight = spread.sum(0).to(weight.dtype) if need_weight else None
         grad_bias = row_g.sum(0).to(bias.dtype) if need_bias else None
@@ -196,8 +203,7 @@ class _Planned(torch.autograd.Function):
             slope, level, mean = plan.blend.t().mm(slope), plan.blend.t().mm(level), group_mean
         level.addcmul_(slope, mean, value=-1)
         slope, level = per_pixel.gather_back.mm(slope), per_pixel.gather_back.mm(level)  # (B, C)
-        level.addcmul_(slope, centre, value=-1)
-        _affine(g, plan.scatter.mm(scale).view(shape), level.view(shape), out=dx)
+        _affine(g, factor.view(shape), level.view(shape), out=dx)
         dx.addcmul_(rows, slope.view(shape))
         return dx if dx.dtype == x.dtype else dx.to(x.dtype), grad_weight, grad_bias, None, None, None, None, None
 
@@ -209,16 +215,6 @@ def _geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     for n in size:
         pixels *= n
     return tuple(range(2, x.dim())), (b, c) + (1,) * len(size), pixels
-
-
-def _squares(x: Tensor, centre: Tensor) -> Tensor:
-    """``(x - centre)^2`` in one pass."""
-    return torch._C._nn.mse_loss(x, centre, 0)  # type: ignore[arg-type]
-
-
-def _double_products(g: Tensor, x: Tensor, centre: Tensor) -> Tensor:
-    """``2 g (x - centre)`` in one pass."""
-    return _mse_loss_backward(g, x, centre, 0, grad_input=torch.empty_like(x))
 
 
 def _affine(rows: Tensor, factor: Tensor, offset: Tensor, *, out: Tensor) -> None:

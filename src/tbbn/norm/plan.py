@@ -169,7 +169,6 @@ class Plan:
             shared=shared / (shared.sum() * pixels),
             gather_back=(self.gather.t() / -pixels).contiguous(),
             scatter_back=self.scatter.t().contiguous(),
-            half_scatter_back=(self.scatter.t() / 2).contiguous(),
             running_var=self.running * counts / (counts - 1),
         )
 
@@ -183,9 +182,8 @@ class Plan:
 class PerPixel(NamedTuple):
     gather: Tensor  # (r, B), makes group means of row sums
     shared: Tensor  # (B,), makes of them the mean of the rows that are in all groups
-    gather_back: Tensor  # (B, r), minus its transpose
+    gather_back: Tensor  # (B, r), minus the transpose of gather
     scatter_back: Tensor  # (r, B)
-    half_scatter_back: Tensor  # (r, B)
     running_var: Tensor  # (r,), shares in the running variance, with the factor n / (n - 1) of the unbiased one
 
 

@@ -60,7 +60,7 @@ class Lines(Quiet):
             self.number += 1
             self.say(f"run {self.number}/{self.n_jobs}: {_name(job)}: finished before, taken from {job.directory}")
         elif record.status != "finished":
-            self.say(f"  {_name(job)}: {record.status}: {record.message}")
+            self.say(f"  {_name(job)}: {_ending(record)}")
 
 
 class Bars(Quiet):
@@ -127,13 +127,17 @@ class Bars(Quiet):
         else:
             how = "finished before" if record.status == "finished" else "not begun"
         self._advance(job, _tasks(job.config))
-        state = "" if record.status == "finished" else f": {record.status}: {record.message}"
+        state = "" if record.status == "finished" else f": {_ending(record)}"
         accuracy = f"A_f {100 * record.metrics['final_accuracy']:.1f} %" if record.accuracy else "no task learnt"
         self.bars.console.print(f"{_name(job)}: {accuracy} ({how}){state}", highlight=False, markup=False)
 
 
 def _name(job: Job) -> str:
     return f"{job.config.label}, seed {job.config.seed}"
+
+
+def _ending(record: Record) -> str:
+    return f"{record.status}: {record.message}" if record.message else record.status
 
 
 def _tasks(config: RunConfig) -> int:
