@@ -1,4 +1,4 @@
-"""The command line: ``tbbn run | list | show | report | doctor``. Data goes to standard output, progress to standard error."""
+"""The command line: ``tbbn run | resume | list | show | report | verify | doctor``. Data goes to standard output, progress to standard error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXIT_FAILED = 1
 EXIT_MISTAKE = 2
 EXIT_DIVERGED = 3
 EXIT_INTERRUPTED = 130
-COMMANDS = ("run", "list", "show", "report", "doctor")
+COMMANDS = ("run", "resume", "list", "show", "report", "verify", "doctor")
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,6 +92,13 @@ def _parser() -> Parser:
     run.add_argument("--quiet", action="store_true", help="no progress")
     run.epilog = f"{_settings_help()}\n\n{run.epilog}"
 
+    line = "Go on with runs that were interrupted; those finished are left as they are."
+    resume = command("resume", _resume, line, "tbbn resume runs/demo")
+    resume.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, or folders of runs")
+    resume.add_argument("--lanes", type=int, default=1, help="runs at a time on one device (default: 1)")
+    resume.add_argument("--json", action="store_true", help="results as JSON")
+    resume.add_argument("--quiet", action="store_true", help="no progress")
+
     what = command("list", _list, "What there is to choose from.", "tbbn list methods")
     what.add_argument("what", metavar="WHAT", help=", ".join(LISTS))
     what.add_argument("--json", action="store_true", help="as JSON")
@@ -106,6 +113,10 @@ def _parser() -> Parser:
     report.add_argument("--format", default="text", help="text, md, csv or latex")
     report.add_argument("--plot", metavar="FILE.png", help="write the accuracy curves too")
     report.add_argument("--json", action="store_true", help="every run's metrics as JSON")
+    line = "Recompute what a run's record says from its predictions; check its files."
+    proof = command("verify", _verify, line, "tbbn verify runs/demo/ft-tbbn-0")
+    proof.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, or folders of runs")
+    proof.add_argument("--json", action="store_true", help="findings as JSON")
     health = command("doctor", _doctor, "Versions, device, data found, free disk.", "tbbn doctor --root data")
     health.add_argument("--root", default="data", help="where data sets lie (default: data)")
     health.add_argument("--json", action="store_true", help="as JSON")
@@ -222,15 +233,28 @@ def _recipe(name: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
 
 
 def _run(chosen: argparse.Namespace) -> int:
+    jobs, folder = _jobs(chosen)
+    if chosen.dry_run:
+        return _dry_run(jobs, chosen.json)
+    return _work(jobs, folder, chosen, overwrite=chosen.overwrite)
+
+
+def _resume(chosen: argparse.Namespace) -> int:
+    from tbbn.record import load_record
+    from tbbn.sweep import Job
+
+    folders = _run_folders(chosen.runs)
+    jobs = [Job(load_record(folder).run_config, folder) for folder in folders]
+    return _work(jobs, Path(chosen.runs[0]), chosen, overwrite=False)
+
+
+def _work(jobs: list[Any], folder: Path, chosen: argparse.Namespace, *, overwrite: bool) -> int:
     from tbbn.report.progress import progress
     from tbbn.report.tables import summary_table
     from tbbn.sweep import run_all, stoppable
 
     if chosen.lanes < 1:
         raise UserError(f"--lanes must be at least 1, got {chosen.lanes}.")
-    jobs, folder = _jobs(chosen)
-    if chosen.dry_run:
-        return _dry_run(jobs, chosen.json)
     with progress(jobs, chosen.quiet) as shown, stoppable() as stop:
         records = run_all(
             jobs,
@@ -238,7 +262,7 @@ def _run(chosen: argparse.Namespace) -> int:
             on_start=shown.start,
             on_event=shown.event,
             on_end=shown.end,
-            overwrite=chosen.overwrite,
+            overwrite=overwrite,
             stop=stop,
         )
     if chosen.json:
@@ -333,18 +357,40 @@ def _show(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _run_folders(given: Sequence[str]) -> list[Path]:
+    """The runs in these folders, each once: a folder and its parent may both be given."""
+    folders: list[Path] = []
+    for text in given:
+        inside = sorted(file.parent for file in Path(text).rglob("record.json"))
+        if not inside:
+            raise UserError(f"{text}: no run here; a run's folder holds a record.json.")
+        folders += inside
+    return list(dict.fromkeys(folders))
+
+
+def _verify(chosen: argparse.Namespace) -> int:
+    from tbbn.engine.verify import verify
+
+    found = {folder: verify(folder) for folder in _run_folders(chosen.runs)}
+    wrong = {folder: [f for f in findings if f.problem] for folder, findings in found.items()}
+    if chosen.json:
+        entries = [{"directory": str(f), "findings": [asdict(x) for x in findings]} for f, findings in found.items()]
+        print(json.dumps(entries, indent=1))
+    else:
+        for folder, findings in found.items():
+            state = "wrong" if wrong[folder] else "true"
+            print(f"{folder}: {state}; {len(findings)} things looked at")
+            for finding in wrong[folder]:
+                print(f"  {finding.subject}: {finding.problem}")
+    return EXIT_FAILED if any(wrong.values()) else 0
+
+
 def _report(chosen: argparse.Namespace) -> int:
     from tbbn.record import load_record
     from tbbn.report.plots import accuracy_curves
     from tbbn.report.tables import summary_table
 
-    folders: list[Path] = []
-    for text in chosen.runs:
-        inside = sorted(file.parent for file in Path(text).rglob("record.json"))
-        if not inside:
-            raise UserError(f"{text}: no run here; a run's folder holds a record.json.")
-        folders += inside
-    folders = list(dict.fromkeys(folders))  # a folder and its parent may both be given
+    folders = _run_folders(chosen.runs)
     records = [load_record(folder) for folder in folders]
     if chosen.json:
         entries = [

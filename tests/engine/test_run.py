@@ -498,6 +498,14 @@ def test_the_number_of_threads_is_put_back() -> None:
     assert torch.get_num_threads() == before
 
 
+def test_a_run_goes_where_torch_has_locked_its_global_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.library.opcheck and all of torch.testing's own helpers lock them for the rest of the process.
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
+    assert finish(tiny(data__stop_after=1)).record.status == "finished"
+    assert (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic) == before
+
+
 def test_the_record_is_saved_after_every_task(tmp_path: Path) -> None:
     rows: list[int] = []
 

@@ -250,6 +250,13 @@ def test_constant_channels_give_the_bias_and_a_variance_of_zero(value):
     torch.testing.assert_close(running[1], torch.full((2,), 0.9), atol=1e-9, rtol=1e-6)
 
 
+def test_squares_that_overflow_are_centred_first():
+    plan = Layout(48, 16, 6).plan(PlanOptions(), CPU, torch.float32)
+    x = torch.randn(64, 3, 4, 4).sign() * 1e15 + 1e20  # 1e40 is no float32
+    y = task_balanced_batch_norm(x, None, None, None, None, plan)
+    assert torch.all(y.isfinite())
+
+
 def test_not_a_number_stays_in_its_channel():
     plan = Layout(48, 16, 6).plan(PlanOptions(), CPU, torch.float32)
     x = torch.randn(64, 3, 4, 4)

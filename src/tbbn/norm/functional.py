@@ -153,7 +153,8 @@ class _Planned(torch.autograd.Function):
         mean = gather.mm(row_sum)  # (r, C)
         var = gather.mm(row_square).addcmul_(mean, mean, value=-1)
         # On a GPU the question "is any channel off centre?" would wait for the device: centre always.
-        if not x.is_cpu or torch.addcmul(var, mean, mean, value=-_OFF_CENTRE).min().item() < 0:
+        # Not-a-number counts as yes: squares may overflow where the values themselves do not.
+        if not (x.is_cpu and torch.addcmul(var, mean, mean, value=-_OFF_CENTRE).min().item() >= 0):
             centre = torch.mv(row_sum.t(), shared)  # (C,)
             rows = rows - centre.view(shape[1:])
             mean = gather.mm(rows.sum(dims))
