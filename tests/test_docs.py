@@ -83,9 +83,16 @@ def test_what_the_examples_register_is_listed_and_runs_from_the_command_line(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_of_every_page_compiles(page: Path) -> None:
+def test_the_python_of_every_page_compiles_and_its_sessions_hold(page: Path, registries: None) -> None:
+    names: dict[str, Any] = {"tbbn": tbbn, "torch": torch}  # one session a page
     for block in blocks(page, "python"):
-        compile(block, str(page), "exec")
+        if not block.startswith(">>>"):
+            compile(block, str(page), "exec")
+            continue
+        session = doctest.DocTestParser().get_doctest(block, names, page.name, str(page), 0)
+        output = io.StringIO()
+        assert not doctest.DocTestRunner().run(session, out=output.write, clear_globs=False).failed, output.getvalue()
+        names |= session.globs
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

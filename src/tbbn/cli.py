@@ -1,4 +1,7 @@
-"""The command line: ``tbbn run | resume | list | show | report | verify | doctor``. Data goes to standard output, progress to standard error."""
+"""The command line: ``tbbn run | resume | list | show | report | verify | doctor``.
+
+Data goes to standard output, progress to standard error.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from tbbn.engine.step import Step
@@ -13,6 +14,15 @@ from tbbn.engine.step import Step
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tinyrun import Trained
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every number of threads torch is told, the first being what it had; real ones would fight over the machine."""
+    told = [torch.get_num_threads()]
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: told[-1])
+    return told
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tbbn.config import RunConfig, resolve
-from tbbn.engine import Run, run
+from tbbn.engine import Run, run, state
 from tbbn.sweep import parse_choice
 
 SMALL = {
@@ -78,13 +78,13 @@ def main(method: str, directory: Path, n_kills: int, seed: int) -> dict[str, Any
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             kills += 1
-            state = directory / "record.json"
-            places.append(len(json.loads(state.read_text())["history"]) if state.exists() else 0)
+            written = directory / "record.json"
+            places.append(len(json.loads(written.read_text())["history"]) if written.exists() else 0)
             continue
         assert status == 0, status
         break
     resumed = Run(config)
-    resumed.load(directory)
+    state.load(resumed, directory)
     mine, theirs = json.loads(resumed.record.to_json()), json.loads(expected.record.to_json())
     final = json.loads((directory / "record.json").read_text())
     return {

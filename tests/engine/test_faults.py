@@ -14,8 +14,8 @@ import pytest
 from killed import left_alone, same
 from tinyrun import tiny
 
-from tbbn.engine import Run, checkpoint, run
-from tbbn.engine.run import Position
+from tbbn.engine import Run, checkpoint, run, state
+from tbbn.engine.events import Position
 from tbbn.errors import UserError
 from tbbn.record import load_record
 
@@ -70,7 +70,7 @@ def test_a_run_stopped_after_any_step_continues_exactly(settings: dict[str, Any]
     assert record.status == "finished"
     assert len(places) >= 3, "the run was stopped in several places"
     resumed = Run(config)
-    assert resumed.load(tmp_path)
+    assert state.load(resumed, tmp_path)
     assert same(resumed.network.state_dict(), expected.network.state_dict())
     assert record.accuracy == expected.record.accuracy
     assert record.history == expected.record.history

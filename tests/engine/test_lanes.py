@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tinyrun import finish, tiny
 
 from tbbn.engine import Event, Stepped, TaskEnded, run_lanes
@@ -119,16 +118,16 @@ def test_once_told_to_stop_no_lane_begins_and_those_at_work_are_interrupted(tmp_
         assert told(record) == told(finish(config).record)
 
 
-def test_lanes_share_their_threads_until_the_last_has_ended_and_put_them_back() -> None:
-    before = torch.get_num_threads()
+def test_lanes_share_their_threads_until_the_last_has_ended_and_put_them_back(threads: list[int]) -> None:
+    before = threads[-1]
     seen: set[int] = set()
 
     def event(_: int, event: Event) -> None:
         if isinstance(event, (Stepped, TaskEnded)):
-            seen.add(torch.get_num_threads())
+            seen.add(threads[-1])
 
     run_lanes([tiny(threads=before + 1, data__stop_after=1), tiny(threads=before + 1)], 2, on_event=event)
-    assert seen == {before + 1} and torch.get_num_threads() == before
+    assert seen == {before + 1} and threads[-1] == before
 
 
 def test_lanes_that_want_other_threads_or_precision_are_refused() -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tbbn.engine import EpochEnded, Event, Stepped, TaskEnded, run
-from tbbn.engine.run import Hyper, Run
+from tbbn.engine.hyper import Hyper
+from tbbn.engine.run import Run
 from tbbn.engine.step import Step
 from tbbn.errors import UserError
 from tbbn.methods import METHODS
@@ -492,15 +493,16 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_steps(monkeypatch: pytest.Mon
     assert record.history[1]["total"] == pytest.approx(sum(seen[half:]) / half, rel=1e-5)
 
 
-def test_the_number_of_threads_is_put_back() -> None:
-    before = torch.get_num_threads()
+def test_the_number_of_threads_is_put_back(threads: list[int]) -> None:
+    before = threads[-1]
     finish(tiny(threads=before + 1, data__stop_after=1, train__epochs=1))
-    assert torch.get_num_threads() == before
+    assert threads == [before, before + 1, before]
 
 
 def test_a_run_goes_where_torch_has_locked_its_global_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch.library.opcheck and all of torch.testing's own helpers lock them for the rest of the process.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
+    flags = torch.backends.disable_global_flags.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", False)
     before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
     assert finish(tiny(data__stop_after=1)).record.status == "finished"
     assert (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic) == before

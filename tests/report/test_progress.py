@@ -10,7 +10,7 @@ import pytest
 
 from tbbn.config import resolve
 from tbbn.engine import EpochEnded, Stepped, TaskEnded
-from tbbn.engine.run import Position
+from tbbn.engine.events import Position
 from tbbn.record import Record, new_record
 from tbbn.report.progress import Bars, Lines, Quiet, progress
 from tbbn.sweep import Job

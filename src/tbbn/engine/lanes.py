@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from tbbn.config import RunConfig
-from tbbn.engine.run import Event, Run, Waiting
+from tbbn.engine.events import Event, Waiting
+from tbbn.engine.run import Run
 from tbbn.errors import UserError
 from tbbn.record import Record, new_record
 

@@ -7,82 +7,33 @@ epoch so far, the memory, the record and its position.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tbbn import metrics, seeds
-from tbbn.config import RunConfig, to_toml
+from tbbn import seeds
+from tbbn.config import RunConfig
 from tbbn.data import sources
 from tbbn.data.augment import augmentation
 from tbbn.data.batches import parts
 from tbbn.data.scenario import Scenario, Task, make_scenario
-from tbbn.engine import check, checkpoint
-from tbbn.engine.stage import Drawn, LearningStage, Rows, evaluated
-from tbbn.engine.step import Captured, Images, Shape, Step
+from tbbn.engine import check, checkpoint, state
+from tbbn.engine.evaluate import evaluate, task_of_class
+from tbbn.engine.events import Diverged, EpochEnded, Event, Position, Stepped, TaskEnded, Waiting
+from tbbn.engine.hyper import Hyper, settings
+from tbbn.engine.stage import Drawn, LearningStage, Rows
+from tbbn.engine.step import Captured, Images, Shape, Step, eager, read_totals
 from tbbn.errors import UserError
 from tbbn.methods import Phase
-from tbbn.models import Network, Output, backbone
+from tbbn.models import Network, backbone
 from tbbn.norm import convert, splits
-from tbbn.record import Record, new_record, record_from
-
-
-@dataclass(frozen=True)
-class Position:
-    """The next step to train: of which epoch, phase and task."""
-
-    task: int = 0
-    phase: int = 0
-    epoch: int = 0
-    step: int = 0
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """A step has been enqueued; nothing has been waited for."""
-
-    position: Position
-    phase: str
-    epochs: int
-    step: int  # done in this epoch
-    steps: int
-
-
-@dataclass(frozen=True)
-class EpochEnded:
-    position: Position
-    phase: str
-    epochs: int
-    losses: dict[str, float]
-    validation: float | None
-
-
-@dataclass(frozen=True)
-class TaskEnded:
-    task: int
-    accuracy: list[float]  # of each task so far
-    exemplars: int
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """The run is about to read a result: whoever has other work may do it until ``done()``."""
-
-    done: Callable[[], bool]
-
-
-Event = Stepped | EpochEnded | TaskEnded | Waiting
-
-
-class Diverged(Exception):
-    """The loss is no longer a number."""
+from tbbn.record import Record, new_record
 
 
 def run(
@@ -99,20 +50,8 @@ def run(
     each task. A directory that holds an unfinished run of the same config is continued where it was saved. ``stop`` is asked
     after each step: once it says yes, the run saves itself and ends as "interrupted".
     """
-    if directory is None:
-        return _drive(Run(config), None, on_event, every, stop)
-    with checkpoint.locked(Path(directory)):
-        return _drive(Run(config), Path(directory), on_event, every, stop)
-
-
-def _drive(
-    job: Run,
-    directory: Path | None,
-    on_event: Callable[[Event], None] | None,
-    every: float,
-    stop: Callable[[], bool] | None,
-) -> Record:
-    for event in job.recorded(directory, every, stop):
+    job = Run(config)
+    for event in job.recorded(None if directory is None else Path(directory), every, stop):
         if on_event is not None:
             on_event(event)
     return job.record
@@ -136,10 +75,9 @@ class Run:
         self.train_data, self.test_data = self._images("train"), self._images("test")
         self.memory = check.make_memory(config)
         if self.method.uses_memory:
-            self.memory.quota(
-                self.scenario.n_classes
-            )  # a budget too small for the classes is an error now, not at the end
-        self.network = self._network()
+            # A budget too small for the classes is an error now, not when the last of them arrive.
+            self.memory.quota(self.scenario.n_classes)
+        self.network = self.make_network()
         self.previous: Network | None = None
         self.record = new_record(config)
         self.record.class_order = list(self.scenario.class_order)
@@ -159,7 +97,7 @@ class Run:
         images, labels, mean, std = (t.to(self.device) for t in (part.images, labels, mean, std))
         return Images(images, labels, mean, std, self.config.data.crop or None, self.memory_format)
 
-    def _network(self) -> Network:
+    def make_network(self) -> Network:
         body = backbone(
             self.config.backbone,
             in_channels=self.source.train.images.shape[1],
@@ -174,95 +112,30 @@ class Run:
         self, directory: Path | None, every: float = 60.0, stop: Callable[[], bool] | None = None
     ) -> Iterator[Event]:
         """``work``, with its directory kept true: state and record are saved on the way and at the end, whatever that is."""
-        if directory is not None:
-            self.load(directory)
-        self.record.status, self.record.message = "interrupted", ""  # what to believe if this process disappears
-        saved = time.monotonic()
-        try:
-            for event in self.work():
-                asked = stop is not None and stop()
-                due = isinstance(event, TaskEnded) or (
-                    isinstance(event, EpochEnded) and time.monotonic() - saved >= every
-                )
-                if directory is not None and (due or (asked and not isinstance(event, Waiting))):
-                    self.save(directory)
-                    saved = time.monotonic()
-                yield event
-                if asked and not isinstance(event, Waiting):
-                    return
-            self.record.status = "finished"
-        except Diverged as error:
-            self.record.status, self.record.message = "diverged", str(error)
-        finally:
+        with nullcontext() if directory is None else checkpoint.locked(directory):
             if directory is not None:
-                self.record.save(directory)
+                state.load(self, directory)
+            self.record.status, self.record.message = "interrupted", ""  # what to believe if this process disappears
+            try:
+                yield from self._saved(directory, every, stop)
+            except Diverged as error:
+                self.record.status, self.record.message = "diverged", str(error)
+            finally:
+                if directory is not None:
+                    self.record.save(directory)
 
-    def save(self, directory: Path) -> None:
-        """Everything the run is, between two steps."""
-        tensors = checkpoint.join("network", self.network.state_dict()) | checkpoint.join(
-            "memory", self.memory.state_dict()
-        )
-        tensors |= checkpoint.join("predictions", self.record.predictions)
-        if self.previous is not None:
-            tensors |= checkpoint.join("previous", self.previous.state_dict())
-        if self.best is not None:
-            tensors |= checkpoint.join("best", self.best[1])
-        if self.rows is not None:
-            tensors |= {"rows.current": self.rows.current, "rows.memory": self.rows.memory}
-        if self.optimizer is not None:
-            moved = [self.optimizer.state[p].get("momentum_buffer") for p in self.optimizer.param_groups[0]["params"]]
-            tensors |= {f"momentum.{i}": m for i, m in enumerate(moved) if m is not None}
-        totals = {shape: _eager(step) for shape, step in self.steps.items()}
-        tensors |= {f"totals.{i}": step.totals for i, step in enumerate(totals.values())}
-        state = {
-            "config": to_toml(self.config),
-            "position": asdict(self.position),
-            "record": json.loads(self.record.to_json()),
-            "task_sizes": self.network.task_sizes,
-            "previous_task_sizes": None if self.previous is None else self.previous.task_sizes,
-            "best": None if self.best is None else self.best[0],
-            "rows": None
-            if self.rows is None
-            else {"kind": self.rows.kind, "ratio": self.rows.ratio, "layout": self.rows.layout},
-            "totals": [
-                {"shape": asdict(shape), "names": step.names, "count": step.count} for shape, step in totals.items()
-            ],
-        }
-        checkpoint.save(directory, state, tensors)
-        self.record.save(directory)
-
-    def load(self, directory: Path) -> bool:
-        """Take up the state saved in a directory, if there is one; a run of another config there is an error."""
-        found = checkpoint.load(directory)
-        if found is None:
-            return False
-        state, tensors = found
-        if state["config"] != to_toml(self.config):
-            raise UserError(f"{directory}: holds a run of another config; use another directory, or --overwrite.")
-        self.position = Position(**state["position"])
-        self.record = record_from(state["record"], str(directory))
-        self.record.predictions = checkpoint.split(tensors, "predictions")
-        self.network.restore(self._here(tensors, "network"), state["task_sizes"])
-        if state["previous_task_sizes"] is not None:
-            previous = self._network()
-            previous.restore(self._here(tensors, "previous"), state["previous_task_sizes"])
-            self.previous = previous.teacher()
-        self.memory.load_state_dict(checkpoint.split(tensors, "memory"))
-        if state["best"] is not None:
-            self.best = state["best"], self._here(tensors, "best")
-        if state["rows"] is not None:
-            rows = state["rows"]
-            current, memory = tensors["rows.current"], tensors["rows.memory"]
-            self.rows = Rows(rows["kind"], current, memory, (rows["ratio"][0], rows["ratio"][1]), rows["layout"])
-        self.momentum = self._here(tensors, "momentum")
-        self.totals = {
-            Shape(**entry["shape"]): (entry["names"], tensors[f"totals.{i}"].to(self.device), entry["count"])
-            for i, entry in enumerate(state["totals"])
-        }
-        return True
-
-    def _here(self, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-        return {name: tensor.to(self.device) for name, tensor in checkpoint.split(tensors, prefix).items()}
+    def _saved(self, directory: Path | None, every: float, stop: Callable[[], bool] | None) -> Iterator[Event]:
+        last = time.monotonic()
+        for event in self.work():
+            asked = stop is not None and stop() and not isinstance(event, Waiting)
+            due = isinstance(event, TaskEnded) or (isinstance(event, EpochEnded) and time.monotonic() - last >= every)
+            if directory is not None and (due or asked):
+                state.save(self, directory)
+                last = time.monotonic()
+            yield event
+            if asked:
+                return
+        self.record.status = "finished"
 
     def work(self) -> Iterator[Event]:
         """Everything that is left to do."""
@@ -310,14 +183,13 @@ class Run:
         if self.method.uses_memory:
             self.memory = stage.memory = stage.updated_memory()
         self.method.after_task(stage)
-        self._evaluate(task)
+        evaluate(self.record, task, self.config, self.scenario, self.method, self.network, self.test_data)
+        self.record.splits.append(self.whole_batch(task.number)[2])
         self.record.exemplars.append(len(self.memory))
         self.record.seconds += time.perf_counter() - started
         self.previous = self.network.teacher() if self.method.needs_previous else None
         self.position = Position(task.number + 1)
         yield TaskEnded(task.number, self.record.accuracy[-1], len(self.memory))
-
-    # Training. -------------------------------------------------------------------------------------------------------
 
     def _train(self, stage: LearningStage, phase: Phase) -> Iterator[Event]:
         hyper = Hyper.of(self.config, phase)
@@ -340,7 +212,7 @@ class Run:
                 marker = torch.cuda.Event()
                 marker.record()
                 yield Waiting(marker.query)
-            losses = _read(self.steps)
+            losses = read_totals(self.steps.values())
             if not all(math.isfinite(v) for v in losses.values()) or not _finite(trained):
                 raise Diverged(self._divergence(stage, phase, epoch, losses))
             validation = stage.validation_loss() if hyper.keep == "best" else None
@@ -374,7 +246,7 @@ class Run:
         return optimizer
 
     def _divergence(self, stage: LearningStage, phase: Phase, epoch: int, losses: dict[str, float]) -> str:
-        bad = [int(_eager(step).first_bad) for step in self.steps.values()]
+        bad = [int(eager(step).first_bad) for step in self.steps.values()]
         at = f"step {min(b for b in bad if b >= 0)} of its kind of batch" if max(bad) >= 0 else "a step"
         norms = [(n, p.grad.norm().item()) for n, p in self.network.named_parameters() if p.grad is not None]
         largest = max(norms, key=lambda entry: entry[1] if math.isfinite(entry[1]) else math.inf, default=("none", 0.0))
@@ -423,41 +295,12 @@ class Run:
             clip_value=self.config.train.clip_value,
             separate=self.config.batch.forward == "separate",
             precision=self.config.precision,
-            class_task=_task_of_class(self.scenario, self.device) if by_task else None,
+            class_task=task_of_class(self.scenario).to(self.device) if by_task else None,
         )
         if block.shape in self.totals:
             step.names, step.totals, step.count = self.totals.pop(block.shape)
         # Short blocks would be captured for a step or two an epoch: not worth a graph.
         return Captured(step) if self.device.type == "cuda" and block.steps >= 8 else step
-
-    # Evaluation. -----------------------------------------------------------------------------------------------------
-
-    def _evaluate(self, task: Task) -> None:
-        """Predict every test image of the tasks so far: with all classes to choose from, and with its own task's alone."""
-        rows = torch.cat([evaluated_rows(self.config, t) for t in self.scenario.tasks[: task.number + 1]])
-        labels = self.scenario.test_labels[rows]
-        tasks = _task_of_class(self.scenario, torch.device("cpu"))
-        own = tasks[labels].to(self.device)
-        seen = tasks[: task.classes.stop].to(self.device)
-        done = 0
-
-        def predict(output: Output) -> Tensor:
-            nonlocal done
-            scores = self.method.predict(output)
-            others = own[done : done + len(scores)].unsqueeze(1) != seen
-            done += len(scores)
-            return torch.stack([scores.argmax(1), scores.masked_fill(others, -math.inf).argmax(1)])
-
-        size, precision = self.config.batch.evaluation, self.config.precision
-        parts_ = list(evaluated(self.network, self.test_data, rows, size, precision, predict))
-        free, known = torch.cat(parts_, 1).cpu()
-        by_task = [tasks[labels] == t for t in range(task.number + 1)]
-        self.record.accuracy.append([(free == labels)[m].float().mean().item() for m in by_task])
-        self.record.task_il.append([(known == labels)[m].float().mean().item() for m in by_task])
-        confusion = confusion_of(labels, free, task.classes.stop)
-        self.record.errors.append(metrics.confusion_error_types(confusion, task.classes.start))
-        self.record.predictions[f"task{task.number}"] = free.to(torch.int16)
-        self.record.splits.append(self.whole_batch(task.number)[2])
 
     def whole_batch(self, task: int) -> tuple[int, int, int]:
         """Current rows, memory rows and splits of a whole batch of a task."""
@@ -467,46 +310,6 @@ class Run:
         memory *= self.method.memory_views(task)
         rule = self.config.norm.dict().get("rule", "paper")
         return current, memory, splits(current, memory, task, rule)
-
-
-@dataclass(frozen=True)
-class Hyper:
-    """The settings of a phase, all filled in."""
-
-    epochs: int
-    lr: float
-    momentum: float
-    weight_decay: float
-    schedule: str
-    milestones: tuple[float, ...]
-    gamma: float
-    keep: str
-
-    @classmethod
-    def of(cls, config: RunConfig, phase: Phase) -> Hyper:
-        train = config.train
-
-        def pick(name: str) -> Any:
-            own = getattr(phase, name)
-            return getattr(train, name) if own is None else own
-
-        return cls(
-            epochs=pick("epochs"),
-            lr=pick("lr") * phase.lr_factor,
-            momentum=pick("momentum"),
-            weight_decay=pick("weight_decay"),
-            schedule=pick("schedule"),
-            milestones=train.milestones,
-            gamma=train.gamma,
-            keep=pick("keep"),
-        )
-
-    def lr_at(self, epoch: int) -> float:
-        if self.schedule == "cosine":
-            return self.lr * 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
-        if self.schedule == "multistep":
-            return self.lr * self.gamma ** sum(epoch >= round(m * self.epochs) for m in self.milestones)
-        return self.lr
 
 
 def scenario_of(config: RunConfig, source: sources.Source) -> Scenario:
@@ -529,53 +332,6 @@ def scenario_of(config: RunConfig, source: sources.Source) -> Scenario:
     return replace(scenario, tasks=scenario.tasks[: data.stop_after or None])
 
 
-def evaluated_rows(config: RunConfig, task: Task) -> Tensor:
-    """The test images of a task that are evaluated: all of them, but for a quirk."""
-    whole = len(task.test) // config.batch.size * config.batch.size
-    return task.test if config.data.test == "all" else task.test[:whole]
-
-
-def confusion_of(labels: Tensor, predicted: Tensor, n_classes: int) -> list[list[int]]:
-    """How often each class (row) was taken for each (column)."""
-    counts = torch.bincount(labels * n_classes + predicted, minlength=n_classes * n_classes)
-    return counts.view(n_classes, n_classes).tolist()
-
-
-class settings:
-    """Torch's process-wide settings as a run wants them. Runs side by side share them; the last one out puts them back."""
-
-    inside = 0
-    before: tuple[int, str, bool, bool]
-
-    def __init__(self, config: RunConfig) -> None:
-        self.threads = config.threads
-        self.tf32 = config.precision != "fp32"
-
-    def __enter__(self) -> None:
-        cudnn = torch.backends.cudnn
-        if not settings.inside:
-            precision = torch.get_float32_matmul_precision()
-            settings.before = torch.get_num_threads(), precision, cudnn.allow_tf32, cudnn.deterministic
-        settings.inside += 1
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-        cudnn.allow_tf32, cudnn.deterministic = self.tf32, True
-
-    def __exit__(self, *_: object) -> None:
-        settings.inside -= 1
-        if not settings.inside:
-            threads, precision, tf32, deterministic = settings.before
-            torch.set_num_threads(threads)
-            torch.set_float32_matmul_precision(precision)
-            torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = tf32, deterministic
-
-
-def _task_of_class(scenario: Scenario, device: torch.device) -> Tensor:
-    sizes = torch.tensor(scenario.task_sizes)
-    return torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(device)
-
-
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
@@ -584,22 +340,5 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def _eager(step: Step | Captured) -> Step:
-    return step.step if isinstance(step, Captured) else step
-
-
 def _finite(parameters: list[torch.nn.Parameter]) -> bool:
     return all(torch.stack([p.detach().isfinite().all() for p in parameters]).tolist())
-
-
-def _read(steps: dict[Shape, Step | Captured]) -> dict[str, float]:
-    """The mean of each loss term over the epoch's steps; the totals begin again."""
-    sums: dict[str, float] = {}
-    count = 0
-    for step in map(_eager, steps.values()):
-        for name, value in zip(step.names, step.totals.tolist(), strict=True):
-            sums[name] = sums.get(name, 0.0) + value
-        step.totals.zero_()
-        count += step.count
-        step.count = 0
-    return {name: value / max(count, 1) for name, value in sums.items()}

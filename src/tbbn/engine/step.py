@@ -6,7 +6,7 @@ so a step can run eagerly, or be captured once as a CUDA graph and replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -203,3 +203,21 @@ class Captured:
         for mine, given in zip(self.drawn, drawn, strict=True):
             mine.copy_(given)
         self.graph.replay()
+
+
+def eager(step: Step | Captured) -> Step:
+    """The step itself, captured or not."""
+    return step.step if isinstance(step, Captured) else step
+
+
+def read_totals(steps: Iterable[Step | Captured]) -> dict[str, float]:
+    """The mean of each loss term over the steps since the last reading; the totals begin again."""
+    sums: dict[str, float] = {}
+    count = 0
+    for step in map(eager, steps):
+        for name, value in zip(step.names, step.totals.tolist(), strict=True):
+            sums[name] = sums.get(name, 0.0) + value
+        step.totals.zero_()
+        count += step.count
+        step.count = 0
+    return {name: value / max(count, 1) for name, value in sums.items()}

@@ -12,7 +12,8 @@ from tbbn import metrics
 from tbbn.config import read_toml, resolve, to_dict
 from tbbn.data import sources
 from tbbn.engine import checkpoint
-from tbbn.engine.run import confusion_of, evaluated_rows, scenario_of
+from tbbn.engine.evaluate import confusion_of, evaluated_rows
+from tbbn.engine.run import scenario_of
 from tbbn.errors import UserError
 from tbbn.record import load_record
 

@@ -227,10 +227,11 @@ def _accepted(cls: type[nn.Module]) -> set[str]:
             continue
         parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
         names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        if base is layers.PlannedNorm and cls.kind == "tbbn":  # type: ignore[attr-defined]
-            names |= {f.name for f in fields(PlanOptions)} - {"kind"}
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters) or base is layers.PlannedNorm:
+        if base is layers.PlannedNorm or not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
+    if issubclass(cls, layers.PlannedNorm):
+        options = {"output_statistics", *(f.name for f in fields(PlanOptions))} - {"kind"}
+        names = names | options if cls.kind == "tbbn" else names - options
     return names - {"self", "num_features"}
 
 

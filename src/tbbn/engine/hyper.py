@@ -1,0 +1,82 @@
+"""The settings of a phase, and of the process while a run is at work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tbbn.config import RunConfig
+from tbbn.methods import Phase
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The settings of a phase, all filled in."""
+
+    epochs: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    schedule: str
+    milestones: tuple[float, ...]
+    gamma: float
+    keep: str
+
+    @classmethod
+    def of(cls, config: RunConfig, phase: Phase) -> Hyper:
+        train = config.train
+
+        def pick(name: str) -> Any:
+            own = getattr(phase, name)
+            return getattr(train, name) if own is None else own
+
+        return cls(
+            epochs=pick("epochs"),
+            lr=pick("lr") * phase.lr_factor,
+            momentum=pick("momentum"),
+            weight_decay=pick("weight_decay"),
+            schedule=pick("schedule"),
+            milestones=train.milestones,
+            gamma=train.gamma,
+            keep=pick("keep"),
+        )
+
+    def lr_at(self, epoch: int) -> float:
+        if self.schedule == "cosine":
+            return self.lr * 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
+        if self.schedule == "multistep":
+            return self.lr * self.gamma ** sum(epoch >= round(m * self.epochs) for m in self.milestones)
+        return self.lr
+
+
+class settings:
+    """Torch's process-wide settings as a run wants them. Runs side by side share them; the last one out puts them back."""
+
+    inside = 0
+    before: tuple[int, str, bool, bool]
+
+    def __init__(self, config: RunConfig) -> None:
+        self.threads = config.threads
+        self.tf32 = config.precision != "fp32"
+
+    def __enter__(self) -> None:
+        cudnn = torch.backends.cudnn
+        if not settings.inside:
+            precision = torch.get_float32_matmul_precision()
+            settings.before = torch.get_num_threads(), precision, cudnn.allow_tf32, cudnn.deterministic
+        settings.inside += 1
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        cudnn.allow_tf32, cudnn.deterministic = self.tf32, True
+
+    def __exit__(self, *_: object) -> None:
+        settings.inside -= 1
+        if not settings.inside:
+            threads, precision, tf32, deterministic = settings.before
+            torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(precision)
+            torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = tf32, deterministic
