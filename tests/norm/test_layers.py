@@ -79,6 +79,16 @@ def test_training_with_nothing_to_balance_is_batch_norm(dims, layout):
     same_state(ours, plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layer_without_any_tensor_takes_its_type_from_the_input(dtype):
+    layer = tbbn.TaskBalancedBatchNorm2d(3, affine=False, track_running_stats=False)
+    x = torch.randn(64, 3, 4, 4, dtype=dtype)
+    with tbbn.balance(layer, current=48, memory=16, past_tasks=3):
+        y = layer(x)
+    wanted = reshape_repeat(x.double(), None, None, None, None, 48, 8)
+    assert y.dtype == dtype and (y - wanted).abs().max() < (1e-10 if dtype == torch.float64 else 1e-5)
+
+
 @every_dims
 @pytest.mark.parametrize("affine", [True, False])
 def test_layer_equals_the_literal_form(dims, affine):

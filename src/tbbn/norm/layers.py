@@ -111,7 +111,7 @@ class PlannedNorm(BalancedNorm):
     def prepare(self, layout: Layout) -> Plan | None:
         tensor = self.weight if self.weight is not None else self.running_mean
         if tensor is None:
-            return layout.plan(self.options, torch.device("cpu"), torch.float32)
+            return layout.plan(self.options)  # moved to the input's place in the forward
         return layout.plan(self.options, tensor.device, statistics_dtype(tensor))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -80,8 +80,14 @@ class Layout:
             return self.is_memory
         return torch.arange(self.rows, device="cpu") >= self.current
 
-    def plan(self, options: PlanOptions, device: torch.device, dtype: torch.dtype) -> Plan | None:
+    def plan(
+        self,
+        options: PlanOptions | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> Plan | None:
         """The plan of this batch, or None where it is plain batch norm."""
+        options, device = options or PlanOptions(), device or torch.device("cpu")
         return self._once((options, device, dtype), lambda: _build(self, options, device, dtype))
 
     def membership(self, device: torch.device, dtype: torch.dtype) -> Tensor:  # (B, tasks)
@@ -153,6 +159,7 @@ class Plan:
     total_variance: bool = False  # running variance includes the variance between groups
 
     _per_pixels: dict[int, PerPixel] = field(default_factory=dict, init=False, repr=False)
+    _moved: dict[Any, Plan] = field(default_factory=dict, init=False, repr=False)
 
     def per_pixel(self, pixels: int) -> PerPixel:
         """What depends on the number of pixels, made once for each image size."""
@@ -175,8 +182,13 @@ class Plan:
     def to(self, device: torch.device, dtype: torch.dtype) -> Plan:
         if self.gather.device == device and self.gather.dtype == dtype:
             return self
-        tensors: dict[str, Any] = {k: v.to(device, dtype) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **tensors)
+        found = self._moved.get((device, dtype))
+        if found is None:
+            tensors: dict[str, Any] = {k: v.to(device, dtype) for k, v in vars(self).items() if isinstance(v, Tensor)}
+            found = replace(self, **tensors)
+            if not torch.compiler.is_compiling():
+                self._moved[device, dtype] = found
+        return found
 
 
 class PerPixel(NamedTuple):
