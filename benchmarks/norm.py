@@ -3,7 +3,7 @@
     python benchmarks/norm.py [--quick] [--json] [--threads 2]
 
 Forward and backward of one layer at r = 16, a whole training step of ResNet-32, and the activations kept for backward.
-Every round times each candidate once, in turn; a figure is the median over rounds of its time over batch norm's in the same
+Every round times each candidate once, to and fro; a figure is the median over rounds of its time over batch norm's in the same
 round, so that a busy machine disturbs both alike.
 """
 
@@ -45,8 +45,8 @@ def times(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str,
         for _ in range(3):
             call()
     seen: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, call in candidates.items():
+    for i in range(rounds):
+        for name, call in list(candidates.items())[:: 1 if i % 2 else -1]:
             start = perf_counter()
             call()
             seen[name].append(1e3 * (perf_counter() - start))

@@ -180,7 +180,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layers())
 def test_a_config_written_as_toml_is_read_back_as_it_was(layer: dict[str, Any]) -> None:
     config = resolve(("test", layer))

@@ -165,9 +165,13 @@ class Plan:
         """What depends on the number of pixels, made once for each image size."""
         if torch.compiler.is_compiling():  # a cache filled while tracing would be a reason to trace again
             return self._per_pixel(pixels)
-        if pixels not in self._per_pixels:
-            self._per_pixels[pixels] = self._per_pixel(pixels)
-        return self._per_pixels[pixels]
+        found = self._per_pixels.get(pixels)
+        if found is None:
+            # Made on the CPU and copied: a result still being computed on one CUDA stream must not be shared with others.
+            device, dtype = self.gather.device, self.gather.dtype
+            made = self.to(torch.device("cpu"), dtype)._per_pixel(pixels)
+            found = self._per_pixels[pixels] = PerPixel(*(t.to(device) for t in made))
+        return found
 
     def _per_pixel(self, pixels: int) -> PerPixel:
         counts, shared = self.sizes * pixels, self.gather.amin(0)
