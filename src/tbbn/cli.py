@@ -181,6 +181,7 @@ def _take_settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 def _jobs(chosen: argparse.Namespace) -> tuple[list[Any], Path]:
     """The runs asked for, and the folder that holds them all."""
+    from tbbn.paper import read_recipe
     from tbbn.sweep import Axes, expand, parse_seeds, split_names
 
     given = dict(chosen.settings)
@@ -191,7 +192,7 @@ def _jobs(chosen: argparse.Namespace) -> tuple[list[Any], Path]:
     name, layers = chosen.name, []
     sweep: dict[str, Any] = {}
     if chosen.recipe or bare:
-        path, values, sweep = _recipe(chosen.recipe or "demo")
+        path, values, sweep = read_recipe(chosen.recipe or "demo")
         layers.append((str(path), values))
         name = name or path.stem
     if "seed" in given and chosen.seeds:
@@ -211,28 +212,6 @@ def _jobs(chosen: argparse.Namespace) -> tuple[list[Any], Path]:
         name = re.sub(r"[^\w.=+-]+", "_", "-".join(parts).replace(",", "+")).strip("_")
     folder = Path(chosen.out) / name
     return expand(layers, axes, folder), folder
-
-
-def _recipe(name: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """A recipe's file, its settings, and its [sweep] table."""
-    from tbbn.paper import recipes
-
-    path = recipes().get(name)
-    if path is None:
-        if not name.endswith(".toml") and not Path(name).exists():
-            raise choose("recipe", name, recipes())
-        path = Path(name)
-    values = cfg.read_toml(path)
-    sweep = {key.removeprefix("sweep."): values.pop(key) for key in list(values) if key.startswith("sweep.")}
-    for option, value in sweep.items():
-        if option not in ("methods", "norms", "seeds"):
-            raise UserError(f"{path}: [sweep] has no option {option!r}; it takes: methods, norms, seeds.")
-        kind = int if option == "seeds" else str
-        if not isinstance(value, list) or not all(type(v) is kind for v in value):
-            raise UserError(
-                f"{path}: sweep.{option} must be a list of {'seeds' if kind is int else 'names'}, got {value!r}."
-            )
-    return path, values, sweep
 
 
 def _run(chosen: argparse.Namespace) -> int:
@@ -299,31 +278,17 @@ def _summary(job: Any, record: Any) -> dict[str, Any]:
 
 def _dry_run(jobs: list[Any], as_json: bool) -> int:
     from tbbn.engine.forecast import forecast
-    from tbbn.report.tables import Table
+    from tbbn.report.tables import forecast_table
 
     config = jobs[0].config
     entries = forecast(config)
-    total = sum(entry.steps * entry.epochs for entry in entries)
+    total = sum(entry.all_steps for entry in entries)
     if as_json:
         tasks = [asdict(entry) for entry in entries]
         print(json.dumps({"config": cfg.to_dict(config), "tasks": tasks, "steps": total, "runs": len(jobs)}, indent=1))
         return 0
-    header = ("task", "classes", "images", "exemplars", "batch", "r*", "steps an epoch", "steps")
-    rows = [
-        (
-            str(entry.task + 1),
-            str(entry.classes),
-            str(entry.images),
-            str(entry.exemplars),
-            f"{entry.current}+{entry.memory}",
-            str(entry.splits),
-            str(entry.steps),
-            str(entry.steps * entry.epochs),
-        )
-        for entry in entries
-    ]
     print(cfg.to_toml(config))
-    print(Table(header, tuple(rows)).render("text"))
+    print(forecast_table(entries).render("text"))
     others = f", and {len(jobs) - 1} more like it with another method, norm or seed" if len(jobs) > 1 else ""
     print(f"\n{total} steps in the main phases of {jobs[0].directory}{others}; nothing was done")
     return 0

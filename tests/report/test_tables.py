@@ -66,6 +66,15 @@ def test_where_a_run_was_done_makes_no_group() -> None:
     assert list(grouped(records)) == ["ft + bn"]
 
 
+def test_a_run_done_twice_is_one_seed() -> None:
+    broken = record(C[:1], status="interrupted", seed=1)
+    table = summary_table([record(A), broken, record(A, threads=2), record(B, seed=1)])
+    (row,) = table.rows
+    assert row[:3] == ("ft + bn", "2", percent([0.7, 0.65]))
+    assert "2 of the 4 runs" in table.notes[-1]
+    assert "not counted" not in summary_table([record(A), record(B, seed=1)]).notes[-1]
+
+
 def test_groups_of_one_label_are_told_apart_by_what_differs() -> None:
     records = [record(A, train__epochs=3), record(B, train__epochs=4), record(C, train__epochs=4, train__lr=0.5)]
     assert list(grouped(records)) == [

@@ -28,6 +28,10 @@ class TaskForecast:
     steps: int  # of an epoch of the main phase
     epochs: int
 
+    @property
+    def all_steps(self) -> int:
+        return self.steps * self.epochs
+
 
 def forecast(config: RunConfig) -> list[TaskForecast]:
     """One entry a task; later phases of a method are not counted."""

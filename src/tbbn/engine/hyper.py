@@ -53,13 +53,17 @@ class Hyper:
 
 
 class settings:
-    """Torch's process-wide settings as a run wants them. Runs side by side share them; the last one out puts them back."""
+    """Torch's process-wide settings as a run wants them. Runs side by side share them; the last one out puts them back.
+
+    On a CPU only the number of threads is touched: what concerns CUDA alone may be locked by others.
+    """
 
     inside = 0
     before: tuple[int, str, bool, bool]
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.threads = config.threads
+        self.on_gpu = device.type == "cuda"
         self.tf32 = config.precision != "fp32"
 
     def __enter__(self) -> None:
@@ -70,13 +74,15 @@ class settings:
         settings.inside += 1
         if self.threads:
             torch.set_num_threads(self.threads)
-        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-        cudnn.allow_tf32, cudnn.deterministic = self.tf32, True
+        if self.on_gpu:
+            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+            cudnn.allow_tf32, cudnn.deterministic = self.tf32, True
 
     def __exit__(self, *_: object) -> None:
         settings.inside -= 1
         if not settings.inside:
             threads, precision, tf32, deterministic = settings.before
             torch.set_num_threads(threads)
-            torch.set_float32_matmul_precision(precision)
-            torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = tf32, deterministic
+            if self.on_gpu:
+                torch.set_float32_matmul_precision(precision)
+                torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = tf32, deterministic

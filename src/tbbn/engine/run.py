@@ -139,7 +139,7 @@ class Run:
 
     def work(self) -> Iterator[Event]:
         """Everything that is left to do."""
-        with settings(self.config):
+        with settings(self.config, self.device):
             while self.position.task < len(self.scenario.tasks):
                 yield from self._learn(self.scenario.tasks[self.position.task])
 

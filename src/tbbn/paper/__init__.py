@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import Any
+
+from tbbn.config import read_toml
+from tbbn.errors import UserError, choose
 
 
 def recipes() -> dict[str, Path]:
@@ -16,3 +20,23 @@ def describe(recipe: Path) -> str:
     """The recipe's own comment, without the line that shows its command."""
     lines = [line[1:].strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
     return " ".join(line for line in lines if not line.startswith("tbbn run"))
+
+
+def read_recipe(name: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A recipe by name or a TOML file: its path, its settings, and its [sweep] table."""
+    path = recipes().get(name)
+    if path is None:
+        if not name.endswith(".toml") and not Path(name).exists():
+            raise choose("recipe", name, recipes())
+        path = Path(name)
+    values = read_toml(path)
+    sweep = {key.removeprefix("sweep."): values.pop(key) for key in list(values) if key.startswith("sweep.")}
+    for option, value in sweep.items():
+        if option not in ("methods", "norms", "seeds"):
+            raise UserError(f"{path}: [sweep] has no option {option!r}; it takes: methods, norms, seeds.")
+        kind = int if option == "seeds" else str
+        if not isinstance(value, list) or not all(type(v) is kind for v in value):
+            raise UserError(
+                f"{path}: sweep.{option} must be a list of {'seeds' if kind is int else 'names'}, got {value!r}."
+            )
+    return path, values, sweep

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tbbn.config import RunConfig, flatten, to_dict
+from tbbn.engine.forecast import TaskForecast
 from tbbn.errors import choose
 from tbbn.metrics import FORMULAS
 from tbbn.record import Record
@@ -88,10 +89,19 @@ class Table:
 
 
 def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records that differ in their seeds alone, under a label that tells the groups apart; in order of appearance."""
-    groups: dict[RunConfig, list[Record]] = {}
+    """Records that differ in their seeds alone, under a label that tells the groups apart; in order of appearance.
+
+    A run done twice counts once: two equal records are not two seeds.
+    """
+    runs: dict[tuple[RunConfig, int, int], Record] = {}
     for record in records:
-        groups.setdefault(_but_for_seed(record.run_config), []).append(record)
+        config = record.run_config
+        key = _but_for_seed(config), config.seed, config.data.class_order_seed
+        if key not in runs or runs[key].status != "finished":
+            runs[key] = record
+    groups: dict[RunConfig, list[Record]] = {}
+    for (config, *_), record in runs.items():
+        groups.setdefault(config, []).append(record)
     alike: dict[str, list[RunConfig]] = {}
     for config in groups:
         alike.setdefault(config.label, []).append(config)
@@ -136,8 +146,9 @@ def percent(values: Sequence[float]) -> str:
 
 def summary_table(records: Sequence[Record], metrics: Mapping[str, str] = HEADLINE) -> Table:
     """One row for each group of seeds: the headline metrics of the finished runs as mean ± standard deviation."""
-    rows = []
+    rows, counted = [], 0
     for name, members in grouped(records).items():
+        counted += len(members)
         done = [r for r in members if r.status == "finished"]
         cells = [percent([r.metrics[m] for r in done]) if done else "-" for m in metrics]
         rows.append((name, str(len(done)), *cells, _status(members)))
@@ -149,6 +160,11 @@ def summary_table(records: Sequence[Record], metrics: Mapping[str, str] = HEADLI
     notes.append(
         "a[t,i]: accuracy on task i after learning task t, all classes seen so far to choose from; ± over seeds."
     )
+    repeated = len(records) - counted
+    if repeated:
+        notes.append(
+            f"not counted a second time: {repeated} of the {len(records)} runs, of a config and seed already there."
+        )
     return Table(header, tuple(rows), tuple(notes), align)
 
 
@@ -159,6 +175,25 @@ def _status(records: Sequence[Record]) -> str:
         for r in records
     )
     return ", ".join(f"{n} {state}" for state, n in states.items())
+
+
+def forecast_table(entries: Sequence[TaskForecast]) -> Table:
+    """What a run would do, a row for each task."""
+    header = ("task", "classes", "images", "exemplars", "batch", "r*", "steps an epoch", "steps")
+    rows = []
+    for e in entries:
+        numbers = (
+            e.task + 1,
+            e.classes,
+            e.images,
+            e.exemplars,
+            f"{e.current}+{e.memory}",
+            e.splits,
+            e.steps,
+            e.all_steps,
+        )
+        rows.append(tuple(map(str, numbers)))
+    return Table(header, tuple(rows))
 
 
 def accuracy_table(record: Record) -> Table:
