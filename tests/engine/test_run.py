@@ -542,3 +542,15 @@ def test_bfloat16_runs_and_keeps_weights_and_statistics_in_float32() -> None:
     job = finish(tiny(precision="bf16", train__epochs=1, data__stop_after=2))
     assert job.record.status == "finished"
     assert {t.dtype for t in job.network.state_dict().values() if t.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quirks": ("whole-test-batches",), "batch__size": 64}, "has 10 test images, fewer than a batch of 64"),
+        ({"train__keep": "best", "data__validation": 0.01}, "no validation images are left in task 1"),
+    ],
+)
+def test_an_evaluation_of_nothing_is_refused_before_training(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Run(tiny(**settings))

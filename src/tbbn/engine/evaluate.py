@@ -12,6 +12,7 @@ from tbbn.config import RunConfig
 from tbbn.data.scenario import Scenario, Task
 from tbbn.engine.stage import evaluated
 from tbbn.engine.step import Images
+from tbbn.errors import UserError
 from tbbn.methods import Method
 from tbbn.models import Network, Output
 from tbbn.record import Record
@@ -43,8 +44,8 @@ def evaluate(
     parts = list(evaluated(network, data, rows, size, precision, predict))
     free, known = torch.cat(parts, 1).cpu()
     by_task = [tasks[labels] == t for t in range(task.number + 1)]
-    record.accuracy.append([(free == labels)[m].float().mean().item() for m in by_task])
-    record.task_il.append([(known == labels)[m].float().mean().item() for m in by_task])
+    record.accuracy.append([(free == labels)[m].double().mean().item() for m in by_task])
+    record.task_il.append([(known == labels)[m].double().mean().item() for m in by_task])
     confusion = confusion_of(labels, free, task.classes.stop)
     record.errors.append(metrics.confusion_error_types(confusion, task.classes.start))
     record.predictions[f"task{task.number}"] = free.to(torch.int16)
@@ -52,8 +53,15 @@ def evaluate(
 
 def evaluated_rows(config: RunConfig, task: Task) -> Tensor:
     """The test images of a task that are evaluated: all of them, but for a quirk."""
+    if config.data.test == "all":
+        return task.test
     whole = len(task.test) // config.batch.size * config.batch.size
-    return task.test if config.data.test == "all" else task.test[:whole]
+    if not whole:
+        raise UserError(
+            f"data.test = 'whole-batches': task {task.number + 1} has {len(task.test)} test images, fewer than a batch of "
+            f"{config.batch.size}; lower batch.size, or evaluate all."
+        )
+    return task.test[:whole]
 
 
 def confusion_of(labels: Tensor, predicted: Tensor, n_classes: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from tbbn.data.augment import augmentation
 from tbbn.data.batches import parts
 from tbbn.data.scenario import Scenario, Task, make_scenario
 from tbbn.engine import check, checkpoint, state
-from tbbn.engine.evaluate import evaluate, task_of_class
+from tbbn.engine.evaluate import evaluate, evaluated_rows, task_of_class
 from tbbn.engine.events import Diverged, EpochEnded, Event, Position, Stepped, TaskEnded, Waiting
 from tbbn.engine.hyper import Hyper, settings
 from tbbn.engine.stage import Drawn, LearningStage, Rows
@@ -70,6 +70,13 @@ class Run:
         data = config.data
         self.source = sources.load(data.name, data.root, download=data.download, size=data.size or None)
         self.scenario = scenario_of(config, self.source)
+        for task in self.scenario.tasks:  # said now, not when the task has been trained
+            evaluated_rows(config, task)
+            if config.train.keep == "best" and not len(task.validation):
+                raise UserError(
+                    f"train.keep = 'best': no validation images are left in task {task.number + 1}; raise data.validation "
+                    f"above {data.validation}, or keep the last epoch."
+                )
         self.augment = augmentation(config.batch.augment, crop=data.crop or None)
         self.strong = augmentation("strong", crop=data.crop or None)
         self.train_data, self.test_data = self._images("train"), self._images("test")

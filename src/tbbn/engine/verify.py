@@ -52,7 +52,7 @@ def verify(directory: Path) -> list[Finding]:
             continue
         hits = (predicted == labels).split([len(part) for part in rows])
         findings.append(
-            _compare(f"accuracy after task {t + 1}", record.accuracy[t], [h.float().mean().item() for h in hits])
+            _compare(f"accuracy after task {t + 1}", record.accuracy[t], [h.double().mean().item() for h in hits])
         )
         classes = scenario.tasks[t].classes
         errors = metrics.confusion_error_types(confusion_of(labels, predicted, classes.stop), classes.start)
