@@ -2,7 +2,7 @@
 
 Five tasks of two digits each arrive one after the other; of every class seen before, 10 images are kept and replayed. The same
 plain PyTorch loop runs twice, with batch norm and with task-balanced batch norm. It shows how, not how much: on data this small
-the difference is about a point and changes sign with the settings (with momentum 0.9, or 20 images kept, batch norm comes out ahead).
+the difference is about a point and changes sign with the settings (batch norm leads with 20 images kept, or mostly with momentum).
 
     python examples/own_loop.py
 """
