@@ -2,7 +2,8 @@
 
 Five tasks of two digits each arrive one after the other; of every class seen before, 10 images are kept and replayed. The same
 plain PyTorch loop runs twice, with batch norm and with task-balanced batch norm. It shows how, not how much: on data this small
-the difference is about a point and changes sign with the settings (batch norm leads with 20 images kept, or mostly with momentum).
+the difference is about a point, and its sign changes with the settings. Batch norm leads with 20 images kept, and mostly with
+momentum.
 
     python examples/own_loop.py
 """
