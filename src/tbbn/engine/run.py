@@ -64,7 +64,7 @@ class Run:
         self.config = config
         self.method = check.check(config)
         self.device = check.device(config)
-        # Channels last pays on a CPU and for bf16; cuDNN's float32 convolutions are 1.6 times slower in it.
+        # Channels last pays on a CPU and for bf16; in float32 cuDNN seemed slower in it (docs/speed.md).
         on_gpu = self.device.type == "cuda" and config.precision != "bf16"
         self.memory_format = torch.contiguous_format if on_gpu else torch.channels_last
         data = config.data
