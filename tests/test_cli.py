@@ -473,7 +473,7 @@ def test_help_of_run_names_every_setting_with_its_default(capsys: Capture) -> No
     )
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", cli.build_parser()[1])
 def test_every_help_ends_with_an_example(command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])

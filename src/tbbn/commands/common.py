@@ -1,0 +1,28 @@
+"""What commands share: exit codes, and how a command is added."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tbbn.errors import UserError
+
+EXIT_FAILED = 1
+EXIT_MISTAKE = 2
+EXIT_DIVERGED = 3
+EXIT_INTERRUPTED = 130
+
+Call = Callable[[argparse.Namespace], int]
+Command = Callable[[str, Call, str, str], argparse.ArgumentParser]  # name, what it does, a line about it, an example
+
+
+def run_folders(given: Sequence[str]) -> list[Path]:
+    """The runs in these folders, each once: a folder and its parent may both be given."""
+    folders: list[Path] = []
+    for text in given:
+        inside = sorted(file.parent for file in Path(text).rglob("record.json"))
+        if not inside:
+            raise UserError(f"{text}: no run here; a run's folder holds a record.json.")
+        folders += inside
+    return list(dict.fromkeys(folders))
