@@ -6,6 +6,7 @@ runs itself once more in a process of its own.
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -309,3 +310,77 @@ def test_a_captured_layer_gives_the_bits_of_the_eager_one():
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
+
+
+@on_device
+@pytest.mark.parametrize("last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("with_residual", [False, True], ids=["relu", "residual"])
+def test_a_relu_and_a_residual_are_part_of_the_pass(device, whole, last, with_residual):
+    x, weight, bias, g = draw((16, 5, 3, 3), device, last=last)
+    beside = draw((16, 5, 3, 3), device, offset=-1.0, last=last)[3].detach().requires_grad_()
+    plan = make_plan(12, 4, 9, device)
+    y, _, _ = kernels.planned_norm(x, weight, bias, plan, EPS, relu=True, residual=beside if with_residual else None)
+    inputs = [x, weight, bias] + [beside] * with_residual
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = literal(*exact[:3], 12, plan.gather.shape[0])[0]
+    want = F.relu(want + exact[3] if with_residual else want)
+    assert apart(y, want) < 1e-6
+    assert 0 < int((y == 0).sum()) < y.numel()
+    got = torch.autograd.grad(y, inputs, g)
+    for a, b in zip(got, torch.autograd.grad(want, exact, g.double()), strict=True):
+        assert apart(a, b) < 5e-6
+
+
+@on_device
+def test_second_derivatives_pass_a_relu_and_a_residual(device):
+    x, weight, bias, g = draw((8, 2, 3, 3), device)
+    beside = g.detach().flip(0).requires_grad_()
+    plan = make_plan(6, 2, 3, device)
+
+    def penalty(out, inputs):
+        return sum(t.square().sum() for t in torch.autograd.grad(out.square().sum(), inputs, create_graph=True))
+
+    inputs = (x, weight, bias, beside)
+    y = kernels.planned_norm(x, weight, bias, plan, EPS, relu=True, residual=beside)[0]
+    got = torch.autograd.grad(penalty(y, inputs), inputs)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want_y = F.relu(literal(*exact[:3], 6, 2)[0] + exact[3])
+    want = torch.autograd.grad(penalty(want_y, exact), exact)
+    for a, b in zip(got, want, strict=True):
+        assert apart(a, b) < 1e-4
+
+
+@on_device
+def test_a_residual_of_another_type_is_added_after_the_norm(device):
+    x, weight, bias, _ = draw((8, 2, 3, 3), device, dtype=torch.bfloat16)
+    beside = torch.randn(8, 2, 3, 3, device=device)
+    plan = make_plan(6, 2, 3, device)
+    plain = kernels.planned_norm(x, weight, bias, plan, EPS)[0]
+    y = kernels.planned_norm(x, weight, bias, plan, EPS, relu=True, residual=beside)[0]
+    assert torch.equal(y, (plain + beside).to(torch.bfloat16).relu())
+
+
+@on_device
+def test_a_layer_that_is_told_nothing_is_batch_norm_by_the_same_kernels(device, monkeypatch):
+    monkeypatch.setattr(tbbn.norm.layers, "cuda_kernels", lambda x, plan: kernels)
+    x, weight, bias, g = draw((8, 3, 4, 4), device)
+    beside = g.detach().flip(0)
+    norm = torch.nn.BatchNorm2d(3, device=device)
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+        norm.bias.copy_(bias)
+    ours = tbbn.convert(copy.deepcopy(norm))
+    for _ in range(2):
+        y = tbbn.norm.norm_relu(ours, x, beside)
+        want = F.relu(norm(x) + beside)
+    assert apart(y, want) < 1e-6
+    assert ours.num_batches_tracked.item() == 2
+    assert max(apart(ours.running_mean, norm.running_mean), apart(ours.running_var, norm.running_var)) < 1e-6
+    for a, b in zip(
+        torch.autograd.grad(y, (x, ours.weight, ours.bias), g),
+        torch.autograd.grad(want, (x, norm.weight, norm.bias), g),
+        strict=True,
+    ):
+        assert apart(a, b) < 1e-5
+    norm.load_state_dict(ours.state_dict())
+    assert torch.equal(ours.eval()(x), norm.eval()(x))

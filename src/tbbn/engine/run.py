@@ -111,7 +111,10 @@ class Run:
             last_relu=self.method.last_relu,
             generator=seeds.generator(self.config.seed, "weights"),
         )
-        convert(body, self.config.norm.name, **self.config.norm.dict())
+        if self.config.norm.name == "bn" and self.device.type == "cuda":
+            convert(body, "tbbn")  # which is batch norm as long as it is told nothing, by kernels that lanes can share
+        else:
+            convert(body, self.config.norm.name, **self.config.norm.dict())
         network = Network(body, self.method.make_head(body.n_features))
         return network.to(self.device).to(memory_format=self.memory_format)  # type: ignore[call-overload]
 
@@ -302,6 +305,7 @@ class Run:
             clip_value=self.config.train.clip_value,
             separate=self.config.batch.forward == "separate",
             precision=self.config.precision,
+            told=self.config.norm.name != "bn",
             class_task=task_of_class(self.scenario).to(self.device) if by_task else None,
         )
         if block.shape in self.totals:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tbbn.models.base import Backbone, Features, global_average, kaiming
+from tbbn.norm import norm_relu
 
 
 def _conv(n_in: int, n_out: int, *, size: int = 3, stride: int = 1) -> nn.Conv2d:
@@ -30,7 +31,7 @@ class PadShortcut(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut; returns the sum before any ReLU, which is the network's to apply."""
+    """Two 3x3 convolutions and a shortcut; the ReLU after the sum is the network's to ask for."""
 
     def __init__(self, n_in: int, n_out: int, *, stride: int = 1, pad_shortcut: bool = False) -> None:
         super().__init__()
@@ -45,10 +46,13 @@ class BasicBlock(nn.Module):
             else:
                 self.downsample = nn.Sequential(_conv(n_in, n_out, size=1, stride=stride), nn.BatchNorm2d(n_out))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        out = self.bn2(self.conv2(out))
-        out += x if self.downsample is None else self.downsample(x)
+    def forward(self, x: Tensor, *, relu: bool = False) -> Tensor:
+        out = self.conv2(norm_relu(self.bn1, self.conv1(x)))
+        shortcut = x if self.downsample is None else self.downsample(x)
+        if relu:
+            return norm_relu(self.bn2, out, shortcut)
+        out = self.bn2(out)
+        out += shortcut
         return out
 
 
@@ -110,13 +114,11 @@ class ResNet(Backbone):
         """The sum of the stage's last block, before any ReLU."""
         blocks = list(getattr(self, f"layer{index + 1}"))
         for block in blocks[:-1]:
-            x = block(x)
-            if self.inner_relu:
-                x = F.relu(x, inplace=True)
+            x = block(x, relu=self.inner_relu)
         return blocks[-1](x)
 
     def forward(self, images: Tensor) -> Features:
-        x = F.relu(self.bn1(self.conv1(images)), inplace=True)
+        x = norm_relu(self.bn1, self.conv1(images))
         if self.max_pool:
             x = F.max_pool2d(x, 3, stride=2, padding=1)
         stages: list[Tensor] = []

@@ -1,7 +1,19 @@
 """Normalisation layers: task-balanced batch norm and what it is compared with."""
 
 from tbbn.norm.convert import DESCRIPTIONS, NORMS, balance, convert, is_balanced, register, revert
+from tbbn.norm.layers import norm_relu
 from tbbn.norm.plan import splits
 from tbbn.norm.variants import penalty
 
-__all__ = ["DESCRIPTIONS", "NORMS", "balance", "convert", "is_balanced", "penalty", "register", "revert", "splits"]
+__all__ = [
+    "DESCRIPTIONS",
+    "NORMS",
+    "balance",
+    "convert",
+    "is_balanced",
+    "norm_relu",
+    "penalty",
+    "register",
+    "revert",
+    "splits",
+]

@@ -26,7 +26,7 @@ from tbbn.norm.plan import Plan
 _OFF_CENTRE = 0.1
 
 # Looked for, not imported: kernels are a matter of CUDA tensors.
-_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def task_balanced_batch_norm(
@@ -53,7 +53,7 @@ def task_balanced_batch_norm(
         with torch.autocast(device, enabled=False):
             return task_balanced_batch_norm(x, running_mean, running_var, weight, bias, plan, momentum, eps)
     plan = plan.to(x.device, statistics_dtype(x))
-    if x.is_cuda and _TRITON:
+    if x.is_cuda and HAS_TRITON:
         from tbbn.norm import kernels
 
         if kernels.available(x, plan):
@@ -64,6 +64,13 @@ def task_balanced_batch_norm(
     with torch.no_grad():
         _update_running(running_mean, running_var, mean, var, plan, x[0, 0].numel(), momentum)
     return y
+
+
+def activated(y: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
+    """What follows a norm in a residual network, written over the norm's output: no norm needs it for its gradient."""
+    if residual is not None:
+        y += residual
+    return y.relu_() if relu else y
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:

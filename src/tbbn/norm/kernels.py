@@ -1,15 +1,16 @@
 """Task-balanced batch norm on CUDA: launches of the Triton kernels, and the autograd and operator around them.
 
-Forward is two launches: row moments, then the plan and the affine pass in one kernel; each of its programs repeats the plan
-of its own channels, which costs less than a launch between. Where one tile holds all rows and pixels of a channel the
-moments are taken there too, and forward is one launch with one read. Backward has the same shape. No atomics and no waiting
-for the device: the same input gives the same bits, and a CUDA graph can capture every launch.
+Forward is three launches: row moments, the plan, the affine pass with what follows it in a residual network. Where one tile
+holds all rows and pixels of a channel it is one launch with one read. Backward has the same shape. No atomics and no waiting
+for the device: the same input gives the same bits, and a CUDA graph can capture every launch. No program waits for another
+either: runs on streams of their own can share a card, which batch norm kernels that synchronise their blocks do not survive.
 
 Importing this module imports Triton; import it only where there is a CUDA tensor to use it on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tbbn.norm import triton_code
-from tbbn.norm.functional import move, reference
+from tbbn.norm.functional import activated, move, reference
 from tbbn.norm.plan import Plan
 
 # A tile that holds a channel's whole batch may have this many elements; above it, moments take a launch of their own.
@@ -28,7 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PROGRAMS = 256  # about two for each multiprocessor of a large card
 
 
-def available(x: Tensor, plan: Plan) -> bool:
+def available(x: Tensor, plan: Plan | None) -> bool:
     """Whether the kernels can do this: the PyTorch form does the rest."""
     return (
         (x.is_cuda or (triton_code.INTERPRETED and x.is_cpu))
@@ -36,7 +37,7 @@ def available(x: Tensor, plan: Plan) -> bool:
         and 2 <= x.dim() <= 5
         and 0 < x.numel() < 2**31
         and x.shape[0] <= _MAX_ROWS
-        and plan.blend is None
+        and (plan is None or plan.blend is None)
     )
 
 
@@ -49,20 +50,32 @@ def planned_norm(
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     momentum: float | Tensor = 0.0,
+    *,
+    batches: Tensor | None = None,
+    relu: bool = False,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, group means (r, C) and biased group variances (r, C), as :func:`tbbn.norm.functional.reference` gives them.
 
-    Running statistics, where given, are updated in place, in the same launch.
+    Running statistics, where given, are updated in place, and ``batches`` counted, in the same launch. With ``relu`` the
+    output is ``relu(norm(x) + residual)``, the residual being optional.
     """
     if torch.compiler.is_compiling():
         y, mean, var = torch.ops.tbbn.planned_norm(x, weight, bias, plan.gather, plan.scatter, eps)
         if running_mean is not None and running_var is not None:
             _run(running_mean, running_var, mean, var, plan, _unbiased(plan, x), momentum)
-        return y, mean, var
+            if batches is not None:
+                batches.add_(1)
+        return activated(y, relu, residual), mean, var
+    if residual is not None and (not relu or residual.dtype != x.dtype or residual.shape != x.shape):
+        y, mean, var = planned_norm(x, weight, bias, plan, eps, running_mean, running_var, momentum, batches=batches)
+        return activated(y, relu, residual), mean, var
     if running_mean is None or running_var is None:
-        return _Planned.apply(x, weight, bias, plan, eps, None)
-    running = _Running(running_mean, running_var, plan.running, _unbiased(plan, x), momentum, plan.total_variance)
-    result = _Planned.apply(x, weight, bias, plan, eps, running)
+        return _Planned.apply(x, weight, bias, residual, plan, eps, None, relu)
+    running = _Running(
+        running_mean, running_var, plan.running, _unbiased(plan, x), momentum, batches, plan.total_variance
+    )
+    result = _Planned.apply(x, weight, bias, residual, plan, eps, running, relu)
     torch.autograd.graph.increment_version((running_mean, running_var))
     return result
 
@@ -88,12 +101,17 @@ class _Tile(NamedTuple):
     pixels: int
     channels: int
 
-    def warps(self, plan: int = 0) -> int:
-        """Warps for a tile of data and one of the plan: about 32 elements of the larger for a thread."""
-        return max(4, min(16, max(self.rows * self.pixels * self.channels, plan) // 1024))
+    @property
+    def size(self) -> int:
+        return self.rows * self.pixels * self.channels
 
-    def grid(self, rows: int, channels: int) -> tuple[int, int]:
-        return -(-rows // self.rows), -(-channels // self.channels)
+    @property
+    def warps(self) -> int:
+        """About 32 elements for a thread."""
+        return max(4, min(16, self.size // 1024))
+
+    def grid(self, rows: int, channels: int, pixels: int = 1) -> tuple[int, int, int]:
+        return -(-rows // self.rows), -(-channels // self.channels), -(-pixels // self.pixels)
 
 
 class _Tiles(NamedTuple):
@@ -102,31 +120,36 @@ class _Tiles(NamedTuple):
     apply: _Tile  # of those that apply the plan
     batch: int
     groups: int
+    block: int  # channels of a program of the plan
 
     @property
     def warps(self) -> int:
-        plan = self.batch * self.groups * self.apply.channels
-        data = self.batch * self.apply.pixels * self.apply.channels if self.whole else 0
-        return self.apply.warps(max(plan, 2 * data))  # a whole tile is held all the while: 16 elements a thread
+        """Of the kernels with a plan: a whole tile is held all the while, 16 elements a thread."""
+        plan = self.batch * self.groups * self.block
+        return max(4, min(16, max(plan, 2 * self.apply.size if self.whole else 0) // 1024))
 
 
 @lru_cache(maxsize=1024)
 def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size: int, limit: int) -> _Tiles:
     """Tile shapes: enough programs to fill a card, no tile larger than registers hold, 32 bytes of neighbours together."""
     batch, image, wide = _power(rows), _power(pixels), _power(channels)
+    # Of channels that lie next to each other a whole tile would take a few bytes here and there: for small tiles only.
+    limit = limit // 8 if last else limit
     block = min(8, wide, max(1, limit // (batch * image)), max(2, wide // 32)) if last else 1
     if batch * image * block <= limit and (block > 1 or not last or wide == 1):
         tile = _Tile(batch, image, block)
-        return _Tiles(True, tile, tile, batch, _groups(groups, batch, block))
-    work = max(1024, min(4096, _power(rows * channels * pixels // _PROGRAMS + 1) // 2))
+        return _Tiles(True, tile, tile, batch, _groups(groups, batch, block), block)
+    every = rows * channels * pixels
+    work = max(1024, min(4096, _power(every // _PROGRAMS + 1) // 2))
     block = min(wide, 32 // size) if last else 1
     while block > 8 and rows * -(-channels // block) < _PROGRAMS // 2:
         block //= 2
     long = min(image, 8192 // block if last else 4096)
     sums = _Tile(max(1, min(batch, work // (long * block))), long, block)
-    short = min(image, work // block, 512 if pixels > 1024 else 1024)
+    short = min(image, work // block)
     apply = _Tile(max(1, min(batch, work // (short * block))), short, block)
-    return _Tiles(False, sums, apply, batch, _groups(groups, batch, block))
+    few = min(wide, max(1, channels // 32))  # channels of a program of the plan
+    return _Tiles(False, sums, apply, batch, _groups(groups, batch, few), few)
 
 
 def _groups(groups: int, batch: int, block: int) -> int:
@@ -143,6 +166,7 @@ class _Running(NamedTuple):
     share: Tensor  # (r,)
     unbiased: Tensor  # (r,)
     momentum: float | Tensor
+    batches: Tensor | None  # (), how many were counted
     total: bool
 
 
@@ -198,29 +222,40 @@ def _device(x: Tensor) -> AbstractContextManager[Any]:
 
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor, eps: float,
-    running: _Running | None = None,
+    running: _Running | None = None, relu: bool = False, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     x, strides = _dense(x)
     (rows, channels), pixels, groups = x.shape[:2], _pixels(x), gather.shape[0]
     tiles = _tiles(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
     y = torch.empty_like(x)
     mean, var = gather.new_empty((groups, channels)), gather.new_empty((groups, channels))
-    row_mean = row_var = mean
+    *buffers, batches, total = (mean, var, mean, mean, 0.0, None, False) if running is None else running
+    beside = x if residual is None else _alike(residual, x)
+    given = (_vector(weight, mean), _vector(bias, mean), gather, scatter, mean, var)
+    given = (*given, *buffers, mean if batches is None else batches, eps)
+    has = (weight is not None, bias is not None)
+    moved = (running is not None, total, isinstance(buffers[4], Tensor), batches is not None)
+    after = (relu, residual is not None)
+    plan_strides = (*gather.stride(), *scatter.stride())
     with _device(x):
-        if not tiles.whole:
-            row_mean, row_var = gather.new_empty((2, rows, channels)).unbind()
-            t = tiles.sums
-            triton_code.moments[t.grid(rows, channels)](
-                x, row_mean, row_var, rows, channels, pixels, *strides, *t, num_warps=t.warps()
-            )  # fmt: skip
         t = tiles.apply
-        buffers = (mean, var, mean, mean, 0.0) if running is None else running[:5]
-        triton_code.normalise[t.grid(rows, channels)](
-            x, y, row_mean, row_var, _vector(weight, mean), _vector(bias, mean),
-            gather, scatter, mean, var, *buffers, eps,
-            rows, channels, pixels, groups, *strides, *gather.stride(), *scatter.stride(),
-            *t, tiles.batch, tiles.groups, tiles.whole, t.pixels >= pixels, weight is not None, bias is not None,
-            running is not None, running is not None and running.total, isinstance(buffers[4], Tensor), num_warps=tiles.warps,
+        if tiles.whole:
+            triton_code.whole_forward[(-(-channels // t.channels),)](
+                x, y, beside, *given, rows, channels, pixels, groups, *strides, *plan_strides,
+                *t, tiles.groups, *has, *after, *moved, num_warps=tiles.warps,
+            )  # fmt: skip
+            return y, mean, var
+        s = tiles.sums
+        row_mean, row_var, factor, offset = gather.new_empty((4, rows, channels)).unbind()
+        triton_code.moments[s.grid(rows, channels)](
+            x, row_mean, row_var, rows, channels, pixels, *strides, *s, num_warps=s.warps
+        )  # fmt: skip
+        triton_code.plan_forward[(-(-channels // tiles.block),)](
+            x, row_mean, row_var, factor, offset, *given, rows, channels, groups, strides[2], *plan_strides,
+            tiles.batch, tiles.block, tiles.groups, *has, *moved, num_warps=tiles.warps,
+        )  # fmt: skip
+        triton_code.affine[t.grid(rows, channels, pixels)](
+            x, y, beside, factor, offset, rows, channels, pixels, *strides, *t, *after, num_warps=t.warps
         )  # fmt: skip
     return y, mean, var
 
@@ -230,36 +265,54 @@ def _gradients(
     mean: Tensor, var: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of input, weight and bias; those of a weight or bias that is not there are empty."""
+    return _all_gradients(grad, x, weight, bias, gather, scatter, mean, var, eps)[:3]
+
+
+def _all_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor,
+    mean: Tensor, var: Tensor, eps: float, y: Tensor | None = None, residual: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Those and the residual's; ``y`` is the output, where a ReLU made it."""
     x, strides = _dense(x)
     grad = _alike(grad, x)
     (rows, channels), pixels, groups = x.shape[:2], _pixels(x), gather.shape[0]
     tiles = _tiles(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
     dx = torch.empty_like(x)
+    dresidual = torch.empty_like(x) if residual else dx
     dweight, dbias = _gradient_of(weight, mean), _gradient_of(bias, mean)
-    row_g = row_gx = mean
+    output, relu = (x, False) if y is None else (y, True)
+    given = (_vector(weight, mean), gather, scatter, mean, var, dweight, dbias, eps, rows, channels, pixels, groups)
+    has = (weight is not None, bias is not None)
+    plan_strides = (*gather.stride(), *scatter.stride())
     with _device(x):
-        if not tiles.whole:
-            row_g, row_gx = gather.new_empty((2, rows, channels)).unbind()
-            t = tiles.sums
-            triton_code.row_sums[t.grid(rows, channels)](
-                grad, x, mean, row_g, row_gx, rows, channels, pixels, *strides, *t, num_warps=t.warps()
-            )  # fmt: skip
         t = tiles.apply
-        triton_code.backward[t.grid(rows, channels)](
-            grad, x, dx, row_g, row_gx, _vector(weight, mean), gather, scatter, mean, var,
-            dweight, dbias, eps,
-            rows, channels, pixels, groups, *strides, *gather.stride(), *scatter.stride(),
-            *t, tiles.batch, tiles.groups, tiles.whole, t.pixels >= pixels, weight is not None, bias is not None,
+        if tiles.whole:
+            triton_code.whole_backward[(-(-channels // t.channels),)](
+                grad, x, output, dx, dresidual, *given, *strides, *plan_strides, *t, tiles.groups, *has, relu, residual,
+                num_warps=tiles.warps,
+            )  # fmt: skip
+            return dx, dweight, dbias, dresidual
+        s = tiles.sums
+        row_g, row_gx, factor, slope, level = gather.new_empty((5, rows, channels)).unbind()
+        triton_code.row_sums[s.grid(rows, channels)](
+            grad, x, output, mean, row_g, row_gx, rows, channels, pixels, *strides, *s, relu, num_warps=s.warps
+        )  # fmt: skip
+        triton_code.plan_backward[(-(-channels // tiles.block),)](
+            row_g, row_gx, factor, slope, level, *given, *plan_strides, tiles.batch, tiles.block, tiles.groups, *has,
             num_warps=tiles.warps,
         )  # fmt: skip
-    return dx, dweight, dbias
+        triton_code.affine_backward[t.grid(rows, channels, pixels)](
+            grad, x, output, dx, dresidual, mean, factor, slope, level, rows, channels, pixels, *strides,
+            *t, relu, residual, num_warps=t.warps,
+        )  # fmt: skip
+    return dx, dweight, dbias, dresidual
 
 
 # -- Autograd: a Function where code runs eagerly or is captured, an operator where it is compiled ---------------------
 
 
 class _Planned(torch.autograd.Function):
-    """The kernels, differentiable; saves the input and (r, C) statistics, nothing else."""
+    """The kernels, differentiable; saves the input, (r, C) statistics and, after a ReLU, the output."""
 
     @staticmethod
     def forward(
@@ -267,13 +320,16 @@ class _Planned(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        residual: Tensor | None,
         plan: Plan,
         eps: float,
         running: _Running | None,
+        relu: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, mean, var = _forward(x, weight, bias, plan.gather, plan.scatter, eps, running)
-        ctx.save_for_backward(x, weight, bias, plan.gather, plan.scatter, mean, var)
-        ctx.eps = eps
+        y, mean, var = _forward(x, weight, bias, plan.gather, plan.scatter, eps, running, relu, residual)
+        # The residual itself is wanted only where a second derivative is; the graph behind it keeps it alive anyway.
+        ctx.save_for_backward(x, weight, bias, plan.gather, plan.scatter, mean, var, y if relu else None, residual)
+        ctx.eps, ctx.relu = eps, relu
         ctx.mark_non_differentiable(mean, var)
         ctx.set_materialize_grads(False)
         return y, mean, var
@@ -281,15 +337,19 @@ class _Planned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 6
+            return (None,) * 8
+        x, weight, bias, gather, scatter, mean, var, y, residual = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return (*_differentiable_backward(ctx, grad), None, None, None)
-        x, weight, bias, gather, scatter, mean, var = ctx.saved_tensors
-        grads = _gradients(grad, x, weight, bias, gather, scatter, mean, var, ctx.eps)
-        return (*_needed(ctx, grads), None, None, None)
+            if ctx.relu:
+                grad = torch.where(y > 0, grad, 0)
+            through = grad if residual is not None and ctx.needs_input_grad[3] else None
+            return (*_differentiable_backward(ctx, grad), through, None, None, None, None)
+        wanted = residual is not None and ctx.needs_input_grad[3]
+        *grads, through = _all_gradients(grad, x, weight, bias, gather, scatter, mean, var, ctx.eps, y, wanted)
+        return (*_needed(ctx, grads), through if wanted else None, None, None, None, None)
 
 
-def _needed(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _needed(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     return tuple(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False))
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.errors import UserError
-from tbbn.norm.functional import move, statistics_dtype, task_balanced_batch_norm
-from tbbn.norm.plan import Layout, Plan, PlanOptions
+from tbbn.norm.functional import HAS_TRITON, activated, move, statistics_dtype, task_balanced_batch_norm
+from tbbn.norm.plan import Layout, Plan, PlanOptions, whole_batch
 
 
 class BalancedNorm(_BatchNorm):
@@ -83,6 +83,22 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+def cuda_kernels(x: Tensor, plan: Plan | None) -> Any:
+    """The module of CUDA kernels, where they can do this; its import imports Triton."""
+    if not (x.is_cuda and HAS_TRITON):
+        return None
+    from tbbn.norm import kernels
+
+    return kernels if kernels.available(x, plan) else None
+
+
+def norm_relu(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """``relu(norm(x) + residual)`` with any norm, in one pass where the norm can."""
+    if isinstance(norm, PlannedNorm):
+        return norm(x, relu=True, residual=residual)
+    return activated(norm(x), True, residual)
+
+
 class PlannedNorm(BalancedNorm):
     """A balanced norm that is fully described by a plan: see :class:`tbbn.norm.plan.PlanOptions` for what can be varied."""
 
@@ -114,23 +130,35 @@ class PlannedNorm(BalancedNorm):
             return layout.plan(self.options)  # moved to the input's place in the forward
         return layout.plan(self.options, tensor.device, statistics_dtype(tensor))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
+        """The norm; with ``relu``, ``relu(norm(x) + residual)``, which a GPU does in the same pass."""
         self._check_input_dim(x)
         layout = self.layout_of(x)
-        if layout is None:
-            return super().forward(x)
-        plan = self.prepared(layout)
+        plan = None if layout is None else self.prepared(layout)
+        kernels = cuda_kernels(x, plan) if self.training else None
         if plan is None:
-            return self.plain(x)
+            if kernels is None or x.numel() <= self.num_features:  # batch norm's own error for a single value a channel
+                return activated(super().forward(x) if layout is None else self.plain(x), relu, residual)
+            plan = whole_batch(x.shape[0], x.device)
         mean, var = self.running_mean, self.running_var
         if not self.track_running_stats or recomputing():  # a repeated forward must not count its batch a second time
             mean, var = None, None
+        if kernels is not None and not self.output_statistics:
+            counted = self.momentum is not None and mean is not None
+            momentum = self.momentum if counted or mean is None else self.next_momentum()
+            batches = self.num_batches_tracked if counted else None
+            weight, bias, eps = self.weight, self.bias, self.eps
+            plan = plan.to(x.device, torch.float32)
+            return kernels.planned_norm(
+                x, weight, bias, plan, eps, mean, var, momentum, batches=batches, relu=relu, residual=residual
+            )[0]
         momentum = self.next_momentum() if mean is not None else 0.0
         if mean is None or not self.output_statistics:
-            return task_balanced_batch_norm(x, mean, var, self.weight, self.bias, plan, momentum, self.eps)
-        y = task_balanced_batch_norm(x, None, None, self.weight, self.bias, plan, momentum, self.eps)
-        self._run_with_output(y.detach(), momentum)
-        return y
+            y = task_balanced_batch_norm(x, mean, var, self.weight, self.bias, plan, momentum, self.eps)
+        else:
+            y = task_balanced_batch_norm(x, None, None, self.weight, self.bias, plan, momentum, self.eps)
+            self._run_with_output(y.detach(), momentum)
+        return activated(y, relu, residual)
 
     @torch.no_grad()
     def _run_with_output(self, y: Tensor, momentum: float | Tensor) -> None:

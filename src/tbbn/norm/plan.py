@@ -289,5 +289,12 @@ def _membership(layout: Layout) -> Tensor:
     return torch.where(layout.memory_mask().unsqueeze(1), past, current)
 
 
+@lru_cache(maxsize=64)
+def whole_batch(rows: int, device: torch.device) -> Plan:
+    """Plain batch norm as a plan: one group of all rows."""
+    plan = Plan(rows, _ones(1, rows) / rows, _ones(rows, 1), _ones(1), rows * _ones(1))
+    return plan.to(device, torch.float32)
+
+
 def _ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.double, device="cpu")

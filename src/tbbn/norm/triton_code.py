@@ -60,59 +60,37 @@ def moments(
 
 
 @triton.jit
-def normalise(
-    x, y, row_mean, row_var, weight, bias, gather, scatter, mean, var,
-    running_mean, running_var, running, unbiased, momentum, eps,
-    B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
-    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, BATCH: tl.constexpr, GROUPS: tl.constexpr,
-    WHOLE: tl.constexpr, ONCE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr,
+def _forward_plan(
+    m, v, row, channel, pivot, alone, weight, bias, gather, scatter, mean, var,
+    running_mean, running_var, running, unbiased, momentum, batches, eps,
+    B, C, R, gj, gb, vb, vj,
+    BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The plan of a block of channels, then ``y = (x - pivot) * A + S`` for a block of its rows.
-
-    WHOLE: the tile is the whole batch, and the moments are taken of it. ONCE: one tile covers all pixels.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    """From row moments (BATCH, CHANNELS) to the affine pass of each row; stores group statistics, moves running ones."""
     inside = channel < C
-    first = (tl.program_id(0) == 0) & inside  # the one program that writes what belongs to a channel
-    pivot = tl.load(x + channel * sc, mask=inside, other=0.0).to(tl.float32)
-    if ONCE:  # ask for the data before working on the plan
-        offsets, mask = _tile(row, tl.arange(0, PIXELS), channel, B, C, P, sb, sp, sc)
-        d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
-        d = tl.where(mask, d, 0.0)
-    every = tl.arange(0, BATCH)
-    if WHOLE:
-        m, square = _centred(d, mask, P * 1.0)
-        v = square / P
-    else:
-        at = every[:, None] * C + channel[None, :]
-        there = (every < B)[:, None] & inside[None, :]
-        m = tl.load(row_mean + at, mask=there, other=0.0)
-        v = tl.load(row_var + at, mask=there, other=0.0)
     gain = tl.full((CHANNELS,), 1.0, tl.float32)
     if WEIGHT:
         gain = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.zeros((ROWS, CHANNELS), tl.float32)
-    offset = tl.zeros((ROWS, CHANNELS), tl.float32)
+    factor = tl.zeros((BATCH, CHANNELS), tl.float32)
+    offset = tl.zeros((BATCH, CHANNELS), tl.float32)
     batch_mean = tl.zeros((CHANNELS,), tl.float32)
     batch_square = tl.zeros((CHANNELS,), tl.float32)
     batch_var = tl.zeros((CHANNELS,), tl.float32)
     for start in range(0, R, GROUPS):
         group = start + tl.arange(0, GROUPS)
         known = group < R
-        w = tl.load(gather + group[:, None] * gj + every[None, :] * gb,
-                    mask=known[:, None] & (every < B)[None, :], other=0.0)  # fmt: skip
+        there = known[:, None] & (row < B)[None, :]
+        w = tl.load(gather + group[:, None] * gj + row[None, :] * gb, mask=there, other=0.0)
+        u = tl.load(scatter + row[None, :] * vb + group[:, None] * vj, mask=there, other=0.0)
         group_mean = tl.sum(w[:, :, None] * m[None, :, :], 1)  # (GROUPS, CHANNELS)
         off = m[None, :, :] - group_mean[:, None, :]
         group_var = tl.sum(w[:, :, None] * (v[None, :, :] + off * off), 1)
         scale = tl.where(known[:, None], tl.rsqrt(group_var + eps), 0.0) * gain[None, :]
-        u = tl.load(scatter + row[:, None] * vb + group[None, :] * vj,
-                    mask=(row < B)[:, None] & known[None, :], other=0.0)  # fmt: skip
-        factor += tl.sum(u[:, :, None] * scale[None, :, :], 1)
-        offset -= tl.sum(u[:, :, None] * (scale * group_mean)[None, :, :], 1)
+        factor += tl.sum(u[:, :, None] * scale[:, None, :], 0)
+        offset -= tl.sum(u[:, :, None] * (scale * group_mean)[:, None, :], 0)
         out = group[:, None] * C + channel[None, :]
-        written = known[:, None] & first[None, :]
+        written = known[:, None] & inside[None, :]
         tl.store(mean + out, group_mean + pivot[None, :], mask=written)
         tl.store(var + out, group_var, mask=written)
         if RUNNING:
@@ -129,23 +107,106 @@ def normalise(
             step = tl.load(momentum).to(tl.float32)
         else:
             step = momentum
-        old_mean = tl.load(running_mean + channel, mask=first, other=0.0).to(tl.float32)
-        old_var = tl.load(running_var + channel, mask=first, other=0.0).to(tl.float32)
-        tl.store(running_mean + channel, old_mean + step * (batch_mean + pivot - old_mean), mask=first)
-        tl.store(running_var + channel, old_var + step * (batch_var - old_var), mask=first)
-    if ONCE:
-        tl.store(y + offsets, d * factor[:, None, :] + offset[:, None, :], mask=mask)
-    else:
-        for start in range(0, P, PIXELS):
-            offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, P, sb, sp, sc)
-            d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
-            tl.store(y + offsets, d * factor[:, None, :] + offset[:, None, :], mask=mask)
+        old_mean = tl.load(running_mean + channel, mask=inside, other=0.0).to(tl.float32)
+        old_var = tl.load(running_var + channel, mask=inside, other=0.0).to(tl.float32)
+        tl.store(running_mean + channel, old_mean + step * (batch_mean + pivot - old_mean), mask=inside)
+        tl.store(running_var + channel, old_var + step * (batch_var - old_var), mask=inside)
+        if COUNT:
+            tl.store(batches, tl.load(batches, mask=alone, other=0) + 1, mask=alone)
+    return factor, offset
+
+
+@triton.jit
+def _store(y, residual, offsets, mask, result, RELU: tl.constexpr, RESIDUAL: tl.constexpr):
+    if RESIDUAL:
+        result += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    if RELU:
+        result = tl.maximum(result, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(y + offsets, result, mask=mask)
+
+
+@triton.jit
+def whole_forward(
+    x, y, residual, weight, bias, gather, scatter, mean, var,
+    running_mean, running_var, running, unbiased, momentum, batches, eps,
+    B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
+    BATCH: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """All of it for a block of channels whose whole batch is one tile."""
+    row, pixel = tl.arange(0, BATCH), tl.arange(0, PIXELS)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
+    offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
+    d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
+    m, square = _centred(tl.where(mask, d, 0.0), mask, P * 1.0)
+    factor, offset = _forward_plan(
+        m, square / P, row, channel, pivot, tl.program_id(0) == 0, weight, bias, gather, scatter, mean, var,
+        running_mean, running_var, running, unbiased, momentum, batches, eps, B, C, R, gj, gb, vb, vj,
+        BATCH, CHANNELS, GROUPS, WEIGHT, BIAS, RUNNING, TOTAL, ON_DEVICE, COUNT,
+    )  # fmt: skip
+    _store(y, residual, offsets, mask, d * factor[:, None, :] + offset[:, None, :], RELU, RESIDUAL)
+
+
+@triton.jit
+def plan_forward(
+    x, row_mean, row_var, factor, offset, weight, bias, gather, scatter, mean, var,
+    running_mean, running_var, running, unbiased, momentum, batches, eps,
+    B, C, R, sc, gj, gb, vb, vj,
+    BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """The plan alone: once for each channel, not once for each tile of it."""
+    row = tl.arange(0, BATCH)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
+    at = row[:, None] * C + channel[None, :]
+    there = (row < B)[:, None] & (channel < C)[None, :]
+    m = tl.load(row_mean + at, mask=there, other=0.0)
+    v = tl.load(row_var + at, mask=there, other=0.0)
+    a, s = _forward_plan(
+        m, v, row, channel, pivot, tl.program_id(0) == 0, weight, bias, gather, scatter, mean, var,
+        running_mean, running_var, running, unbiased, momentum, batches, eps, B, C, R, gj, gb, vb, vj,
+        BATCH, CHANNELS, GROUPS, WEIGHT, BIAS, RUNNING, TOTAL, ON_DEVICE, COUNT,
+    )  # fmt: skip
+    tl.store(factor + at, a, mask=there)
+    tl.store(offset + at, s, mask=there)
+
+
+@triton.jit
+def affine(
+    x, y, residual, factor, offset, B, C, P, sb, sp, sc,
+    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """``y = (x - pivot) * A + S`` for a block of rows, channels and pixels."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    pixel = tl.program_id(2) * PIXELS + tl.arange(0, PIXELS)
+    pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
+    offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
+    d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
+    at = row[:, None] * C + channel[None, :]
+    there = (row < B)[:, None] & (channel < C)[None, :]
+    a = tl.load(factor + at, mask=there, other=0.0)
+    s = tl.load(offset + at, mask=there, other=0.0)
+    _store(y, residual, offsets, mask, d * a[:, None, :] + s[:, None, :], RELU, RESIDUAL)
+
+
+@triton.jit
+def _upstream(g, y, offsets, mask, RELU: tl.constexpr):
+    """The gradient that reaches the affine pass: nothing where the ReLU after it was closed."""
+    up = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
+    if RELU:
+        up = tl.where(tl.load(y + offsets, mask=mask, other=0.0) > 0, up, 0.0)
+    return up
 
 
 @triton.jit
 def row_sums(
-    g, x, mean, row_g, row_gx, B, C, P, sb, sp, sc, ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr
-):
+    g, x, y, mean, row_g, row_gx, B, C, P, sb, sp, sc,
+    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
     """Sums of ``g`` and of ``g * (x - centre)`` over every row's pixels; the centre is the first group's mean."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -154,7 +215,7 @@ def row_sums(
     sum_gx = tl.zeros((ROWS, CHANNELS), tl.float32)
     for start in range(0, P, PIXELS):
         offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, P, sb, sp, sc)
-        up = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
+        up = _upstream(g, y, offsets, mask, RELU)
         d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
         sum_g += tl.sum(up, 1)
         sum_gx += tl.sum(up * d, 1)
@@ -165,37 +226,19 @@ def row_sums(
 
 
 @triton.jit
-def backward(
-    g, x, dx, row_g, row_gx, weight, gather, scatter, mean, var, dweight, dbias, eps,
-    B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
-    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, BATCH: tl.constexpr, GROUPS: tl.constexpr,
-    WHOLE: tl.constexpr, ONCE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+def _backward_plan(
+    all_g, all_gx, row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
+    B, C, P, R, gj, gb, vb, vj,
+    BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The transposed plan of a block of channels, then ``dx = A g + X (x - centre) + K`` for a block of its rows."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    """The transposed plan: from row sums (BATCH, CHANNELS) to A, X, K of ``dx = A g + X (x - centre) + K`` for each row."""
     inside = channel < C
-    first = (tl.program_id(0) == 0) & inside
-    centre = tl.load(mean + channel, mask=inside, other=0.0)
-    if ONCE:
-        offsets, mask = _tile(row, tl.arange(0, PIXELS), channel, B, C, P, sb, sp, sc)
-        up = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
-    every = tl.arange(0, BATCH)
-    if WHOLE:
-        all_g = tl.sum(up, 1)  # (BATCH, CHANNELS)
-        all_gx = tl.sum(up * d, 1)
-    else:
-        at = every[:, None] * C + channel[None, :]
-        there = (every < B)[:, None] & inside[None, :]
-        all_g = tl.load(row_g + at, mask=there, other=0.0)
-        all_gx = tl.load(row_gx + at, mask=there, other=0.0)
     gain = tl.full((CHANNELS,), 1.0, tl.float32)
     if WEIGHT:
         gain = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.zeros((ROWS, CHANNELS), tl.float32)
-    slope = tl.zeros((ROWS, CHANNELS), tl.float32)
-    level = tl.zeros((ROWS, CHANNELS), tl.float32)
+    factor = tl.zeros((BATCH, CHANNELS), tl.float32)
+    slope = tl.zeros((BATCH, CHANNELS), tl.float32)
+    level = tl.zeros((BATCH, CHANNELS), tl.float32)
     grad_weight = tl.zeros((CHANNELS,), tl.float32)
     for start in range(0, R, GROUPS):
         group = start + tl.arange(0, GROUPS)
@@ -203,39 +246,95 @@ def backward(
         saved = group[:, None] * C + channel[None, :]
         valid = known[:, None] & inside[None, :]
         off = tl.load(mean + saved, mask=valid, other=0.0) - centre[None, :]
-        group_var = tl.load(var + saved, mask=valid, other=0.0)
-        inv = tl.where(known[:, None], tl.rsqrt(group_var + eps), 0.0)
+        inv = tl.rsqrt(tl.load(var + saved, mask=valid, other=0.0) + eps)
+        inv = tl.where(known[:, None], inv, 0.0)
         scale = inv * gain[None, :]
-        back = tl.load(scatter + every[None, :] * vb + group[:, None] * vj,
-                       mask=known[:, None] & (every < B)[None, :], other=0.0)  # fmt: skip
-        sum_g = tl.sum(back[:, :, None] * all_g[None, :, :], 1)  # (GROUPS, CHANNELS)
-        sum_gx = tl.sum(back[:, :, None] * all_gx[None, :, :], 1)
+        there = known[:, None] & (row < B)[None, :]
+        w = tl.load(gather + group[:, None] * gj + row[None, :] * gb, mask=there, other=0.0)
+        u = tl.load(scatter + row[None, :] * vb + group[:, None] * vj, mask=there, other=0.0)
+        sum_g = tl.sum(u[:, :, None] * all_g[None, :, :], 1)  # (GROUPS, CHANNELS)
+        sum_gx = tl.sum(u[:, :, None] * all_gx[None, :, :], 1)
         spread = (sum_gx - off * sum_g) * inv  # sums of g * normalised x
         grad_weight += tl.sum(tl.where(known[:, None], spread, 0.0), 0)
         fall = spread * scale * inv  # minus twice the gradient of the group's variance
         drift = scale * sum_g - fall * off  # minus the gradient of its mean, at the centre
-        rows_known = (row < B)[:, None] & known[None, :]
-        u = tl.load(scatter + row[:, None] * vb + group[None, :] * vj, mask=rows_known, other=0.0)
-        w = tl.load(gather + row[:, None] * gb + group[None, :] * gj, mask=rows_known, other=0.0)
-        factor += tl.sum(u[:, :, None] * scale[None, :, :], 1)
-        slope -= tl.sum(w[:, :, None] * fall[None, :, :], 1)
-        level -= tl.sum(w[:, :, None] * drift[None, :, :], 1)
+        factor += tl.sum(u[:, :, None] * scale[:, None, :], 0)
+        slope -= tl.sum(w[:, :, None] * fall[:, None, :], 0)
+        level -= tl.sum(w[:, :, None] * drift[:, None, :], 0)
     if WEIGHT:
-        tl.store(dweight + channel, grad_weight, mask=first)
+        tl.store(dweight + channel, grad_weight, mask=inside)
     if BIAS:
-        tl.store(dbias + channel, tl.sum(all_g, 0), mask=first)
-    slope = slope / P
-    level = level / P
-    if ONCE:
-        out = up * factor[:, None, :] + (d * slope[:, None, :] + level[:, None, :])
-        tl.store(dx + offsets, out, mask=mask)
-    else:
-        for start in range(0, P, PIXELS):
-            offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, P, sb, sp, sc)
-            up = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
-            d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
-            out = up * factor[:, None, :] + (d * slope[:, None, :] + level[:, None, :])
-            tl.store(dx + offsets, out, mask=mask)
+        tl.store(dbias + channel, tl.sum(all_g, 0), mask=inside)
+    return factor, slope / P, level / P
+
+
+@triton.jit
+def whole_backward(
+    g, x, y, dx, dresidual, weight, gather, scatter, mean, var, dweight, dbias, eps,
+    B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
+    BATCH: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """All of it for a block of channels whose whole batch is one tile."""
+    row, pixel = tl.arange(0, BATCH), tl.arange(0, PIXELS)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    centre = tl.load(mean + channel, mask=channel < C, other=0.0)
+    offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
+    up = _upstream(g, y, offsets, mask, RELU)
+    d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
+    if RESIDUAL:
+        tl.store(dresidual + offsets, up, mask=mask)
+    factor, slope, level = _backward_plan(
+        tl.sum(up, 1), tl.sum(up * d, 1), row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
+        B, C, P, R, gj, gb, vb, vj, BATCH, CHANNELS, GROUPS, WEIGHT, BIAS,
+    )  # fmt: skip
+    tl.store(dx + offsets, up * factor[:, None, :] + (d * slope[:, None, :] + level[:, None, :]), mask=mask)
+
+
+@triton.jit
+def plan_backward(
+    row_g, row_gx, factor, slope, level, weight, gather, scatter, mean, var, dweight, dbias, eps,
+    B, C, P, R, gj, gb, vb, vj,
+    BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """The transposed plan alone."""
+    row = tl.arange(0, BATCH)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    at = row[:, None] * C + channel[None, :]
+    there = (row < B)[:, None] & (channel < C)[None, :]
+    all_g = tl.load(row_g + at, mask=there, other=0.0)
+    all_gx = tl.load(row_gx + at, mask=there, other=0.0)
+    centre = tl.load(mean + channel, mask=channel < C, other=0.0)
+    a, b, c = _backward_plan(
+        all_g, all_gx, row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
+        B, C, P, R, gj, gb, vb, vj, BATCH, CHANNELS, GROUPS, WEIGHT, BIAS,
+    )  # fmt: skip
+    tl.store(factor + at, a, mask=there)
+    tl.store(slope + at, b, mask=there)
+    tl.store(level + at, c, mask=there)
+
+
+@triton.jit
+def affine_backward(
+    g, x, y, dx, dresidual, mean, factor, slope, level, B, C, P, sb, sp, sc,
+    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """``dx = A g + X (x - centre) + K`` for a block of rows, channels and pixels."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    pixel = tl.program_id(2) * PIXELS + tl.arange(0, PIXELS)
+    centre = tl.load(mean + channel, mask=channel < C, other=0.0)
+    offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
+    up = _upstream(g, y, offsets, mask, RELU)
+    d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
+    if RESIDUAL:
+        tl.store(dresidual + offsets, up, mask=mask)
+    at = row[:, None] * C + channel[None, :]
+    there = (row < B)[:, None] & (channel < C)[None, :]
+    a = tl.load(factor + at, mask=there, other=0.0)
+    b = tl.load(slope + at, mask=there, other=0.0)
+    c = tl.load(level + at, mask=there, other=0.0)
+    tl.store(dx + offsets, up * a[:, None, :] + (d * b[:, None, :] + c[:, None, :]), mask=mask)
 
 
 # True where the environment asks for Triton's interpreter: the kernels then run on the CPU, slowly.
