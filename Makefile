@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit nightly audit bench clean
 
 demo: $(READY)
 	$(BIN)/tbbn run
@@ -21,6 +21,16 @@ types: $(READY)
 # One process per core, one thread each: small tensors gain nothing from more.
 unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu and not nightly"
+
+# Thousands of drawn configs, run files, data files and folder trees, new ones each time.
+nightly: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m nightly
+
+# Needs the advisories of pypi.org; strict: a package that could not be looked up is a failure, not a pass.
+audit: $(READY)
+	test -x $(VENV)/audit/bin/pip-audit || ($(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/python -m pip install --quiet pip-audit)
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r $(VENV)/audit/installed.txt
 
 bench: $(READY)
 	$(BIN)/python benchmarks/norm.py

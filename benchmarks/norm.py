@@ -4,7 +4,7 @@
 
 Forward and backward of one layer at r = 16, a whole training step of ResNet-32, and the activations kept for backward.
 Every round times each candidate once, to and fro; a figure is the median over rounds of its time over batch norm's in the same
-round, so that a busy machine disturbs both alike.
+round, so that a busy machine disturbs both alike. `pytorch` is the same layer without its compiled kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import tbbn
 from tbbn.models import backbone
+from tbbn.norm import native
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "norm"))
 from literal import reshape_repeat
@@ -66,6 +67,19 @@ def step(module: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], None]:
     return call
 
 
+def without_kernel(call: Callable[[], None]) -> Callable[[], None]:
+    """The same call by the PyTorch form."""
+
+    def run() -> None:
+        kept, native._kernels = native._kernels, None
+        try:
+            call()
+        finally:
+            native._kernels = kept
+
+    return run
+
+
 def layer_rows(rounds: int) -> list[dict[str, object]]:
     rows = []
     for shape in SHAPES:
@@ -74,16 +88,18 @@ def layer_rows(rounds: int) -> list[dict[str, object]]:
             grad = torch.randn(shape).to(memory_format=memory_format)
             ours = tbbn.TaskBalancedBatchNorm2d(shape[1])
             with tbbn.balance(ours, **LAYOUT):
-                fast = {"bn": step(nn.BatchNorm2d(shape[1]), x, grad), "tbbn": step(ours, x, grad)}
-                seen = times(fast, rounds)
-                slow = times({"bn": fast["bn"], "literal": step(Literal(shape[1]), x, grad)}, max(3, rounds // 20))
+                plain, mine = step(nn.BatchNorm2d(shape[1]), x, grad), step(ours, x, grad)
+                seen = times({"bn": plain, "tbbn": mine}, rounds)
+                slow = times({"bn": plain, "pytorch": without_kernel(mine)}, max(3, rounds // 3))
+                slowest = times({"bn": plain, "literal": step(Literal(shape[1]), x, grad)}, max(3, rounds // 20))
             rows.append(
                 {
                     "what": f"layer {name}",
                     "shape": str(shape),
                     "bn_ms": median(seen["bn"]),
                     "tbbn": ratio(seen, "tbbn"),
-                    "literal": ratio(slow, "literal"),
+                    "pytorch": ratio(slow, "pytorch"),
+                    "literal": ratio(slowest, "literal"),
                 }
             )
     return rows
@@ -169,12 +185,16 @@ def memory_rows() -> list[dict[str, object]]:
 
 
 def show(rows: list[dict[str, object]]) -> None:
-    print(f"{'what':20} {'shape':28} {'batch norm':>12} {'tbbn':>7} {'literal':>8} {'target':>7}")
+    print(f"CPU kernel: {native.status()}")
+    print(f"{'what':20} {'shape':28} {'batch norm':>12} {'tbbn':>7} {'pytorch':>8} {'literal':>8} {'target':>7}")
     for row in rows:
         base = f"{row['bn_ms']:.2f} ms" if "bn_ms" in row else f"{row['bn_mib']:.1f} MiB"
+        pytorch = f"{row['pytorch']:.2f}x" if "pytorch" in row else ""
         literal = f"{row['literal']:.1f}x" if "literal" in row else ""
         target = TARGETS[str(row["what"])]
-        print(f"{row['what']:20} {row['shape']:28} {base:>12} {row['tbbn']:6.2f}x {literal:>8} {target:6.2f}x")
+        print(
+            f"{row['what']:20} {row['shape']:28} {base:>12} {row['tbbn']:6.2f}x {pytorch:>8} {literal:>8} {target:6.2f}x"
+        )
 
 
 def main() -> None:
@@ -188,7 +208,12 @@ def main() -> None:
     layer_rounds, network_rounds = (20, 2) if arguments.quick else (300, 20)
     rows = [*layer_rows(layer_rounds), *network_rows(network_rounds), *memory_rows()]
     if arguments.json:
-        print(json.dumps({"torch": torch.__version__, "threads": arguments.threads, "rows": rows}, indent=1))
+        print(
+            json.dumps(
+                {"torch": torch.__version__, "threads": arguments.threads, "kernel": native.status(), "rows": rows},
+                indent=1,
+            )
+        )
     else:
         show(rows)
 

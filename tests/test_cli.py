@@ -198,7 +198,7 @@ def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: py
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("", r"a command is needed: run, resume, "),
+        ("", r"a command is needed: run, sweep, "),
         ("rnu", r"unknown command 'rnu'; .*Did you mean 'run'\?"),
         ("run --train.epoch 3", r"no setting --train\.epoch\. Did you mean --train\.epochs\?"),
         ("run --sed 3", r"no setting --sed\. Did you mean --seed\?"),
@@ -215,8 +215,8 @@ def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: py
         ("run --method.kd 1", r"'ft' takes no options, got 'kd'"),
         ("run --seeds x", r"seeds must be a number of seeds or seeds with commas, got 'x'\."),
         ("run --seed 1 --seeds 2", r"--seed and --seeds exclude each other"),
-        ("run --lanes 0", r"--lanes must be at least 1, got 0\."),
-        ("run --lanes x", r"argument --lanes: invalid int value: 'x'; see tbbn run --help\."),
+        ("run --lanes 0", r"--lanes must be a number from 1, or auto, got '0'\."),
+        ("run --lanes x", r"--lanes must be a number from 1, or auto, got 'x'\."),
         ("run dem", r"unknown recipe 'dem'; .*Did you mean 'demo'\?"),
         ("run missing.toml", r"missing\.toml: no such config file\."),
         ("run demo extra", r"unrecognized arguments: extra"),

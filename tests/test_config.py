@@ -324,6 +324,9 @@ def test_a_config_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ({"train.keep": "best"}, r"train\.keep = 'best' needs a validation split"),
         ({"data.online": True, "train.epochs": 2}, r"data\.online passes over each task once; .*got 2"),
         ({"data.online": True, "memory.selection": "random"}, r"data\.online needs memory\.selection = 'reservoir'"),
+        ({"data.online": True, "batch.current_from": "union"}, r"data\.online needs batch\.current_from = 'task'"),
+        ({"batch.memory_from": "old"}, r"unknown source of memory rows 'old'"),
+        ({"save.tasks": "some"}, r"unknown tasks to save 'some'"),
         ({"device": "gpu"}, r"device 'gpu' cannot be used here: .* Use 'cpu' or 'auto'\."),
     ],
 )

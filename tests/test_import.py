@@ -47,15 +47,17 @@ LAYERS: dict[str, set[str]] = {
     "methods": BELOW_METHODS,
     "protocols": set(),
     "config": {"protocols"},
-    "record": {"config"},
+    "schema": set(),
+    "record": {"config", "schema"},
     "paper": {"config", "record"},
     "engine": BELOW_ENGINE,
     "analysis": ABOVE_ENGINE,
     "sweep": ABOVE_ENGINE,
+    "bench": ABOVE_ENGINE,
     "report": {*ABOVE_ENGINE, "analysis", "sweep"},
 }
 STANDARD_LIBRARY_ONLY = {"errors", "metrics", "protocols", "config"}
-COMMAND_LINE = {"__main__", "cli", "catalogue"}
+COMMAND_LINE = {"__main__", "cli", "catalogue", "commands"}
 
 
 def part(path):

@@ -68,6 +68,7 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
     import torch
 
     from tbbn.data.sources import found
+    from tbbn.norm import native
     from tbbn.record import environment
 
     facts = environment()
@@ -82,6 +83,7 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
         torchvision()
     except (UserError, ImportError, RuntimeError) as error:
         facts["torchvision"] = f"{facts['torchvision']}, cannot be used: {error}"
+    facts["cpu kernel"] = native.status()
     facts["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     facts["free disk here"] = f"{shutil.disk_usage('.').free / 2**30:.0f} GiB"
     data = {name: "found" if there else "not found" for name, there in found(root).items()}

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tbbn.commands import MODULES
-from tbbn.commands.common import EXIT_INTERRUPTED, EXIT_MISTAKE, Call
+from tbbn.commands.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, Call
 from tbbn.commands.train import take_settings
-from tbbn.errors import UserError, choose
+from tbbn.errors import UserError, choose, printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"a command is needed: {', '.join(names)}; tbbn run shows what this is, tbbn --help more.")
         if not words[0].startswith("-") and words[0] not in names:
             raise choose("command", words[0], names)
-        settings, words = take_settings(words) if words[0] == "run" else ({}, words)
+        settings, words = take_settings(words) if words[0] in ("run", "sweep") else ({}, words)
         chosen = parser.parse_args(words)
         chosen.settings = settings
         code: int = chosen.call(chosen)
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"tbbn: {error}", file=sys.stderr)
+        print(printable(f"tbbn: {error}"), file=sys.stderr)
         return EXIT_MISTAKE
     except KeyboardInterrupt:
         print("tbbn: interrupted; what was done is kept, and the same command goes on from there.", file=sys.stderr)
@@ -49,11 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has gone; what is still in the buffer would fail again at the interpreter's end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if error.filename is None:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            print(printable(f"tbbn: {error.filename}: {error.strerror}."), file=sys.stderr)
+            return EXIT_MISTAKE
+        if os.environ.get("TBBN_TRACEBACK"):
             raise
-        print(f"tbbn: {error.filename}: {error.strerror}.", file=sys.stderr)
-        return EXIT_MISTAKE
+        what = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['-'])[0]}"
+        print(printable(f"tbbn: unexpected {what}; set TBBN_TRACEBACK=1 to see where."), file=sys.stderr)
+        return EXIT_FAILED
 
 
 def build_parser() -> tuple[Parser, list[str]]:

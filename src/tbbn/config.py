@@ -6,6 +6,7 @@ file, the command line. Each layer is a flat mapping from dotted names (``train.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from tbbn.errors import UserError, choose
-from tbbn.protocols import DATA, PAPER, PAPER_DATA, PAPER_METHOD, PROTOCOLS, QUIRKS, Values
+from tbbn.protocols import DATA, ONLINE, ONLINE_METHOD, PAPER, PAPER_DATA, PAPER_METHOD, PROTOCOLS, QUIRKS, Values
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,6 +45,7 @@ class DataConfig:
     name: str = "digits"  # tbbn list datasets
     root: str = "data"  # where data sets lie, and where downloads go
     download: bool = True  # whether missing data may be downloaded
+    unreadable: str = "fail"  # an image file that cannot be read is an error, or left out: "skip"
     size: int = 0  # side of the stored images; 0: as they come
     crop: int = 0  # side of what the network sees; 0: the stored size
     tasks: int = 5  # in how many tasks the classes arrive
@@ -53,6 +55,7 @@ class DataConfig:
     class_order_seed: int = -1  # -1: the run's seed
     validation: float = 0.0  # share of each class's training images held out
     online: bool = False  # a single pass over each task
+    stream: str = "auto"  # read a packed set while training, "yes" or "no"; "auto": where it does not fit in memory
     test: str = "all"  # or "whole-batches": the last short batch of each task's test set is not evaluated
 
 
@@ -73,6 +76,7 @@ class BatchConfig:
     last: str = "short"  # short last batches are used, or "drop"ped
     forward: str = "joint"  # one forward for the whole batch, or "separate" ones for its two parts
     current_from: str = "task"  # current rows are of the new task, or of its "union" with the memory
+    memory_from: str = "all"  # online: memory rows are of all stored, the new task's among them, or of "past" tasks
     augment: str = "none"  # tbbn list augmentations
     evaluation: int = 500  # images at once where nothing is trained
 
@@ -93,12 +97,18 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class SaveConfig:
+    tasks: str = "small"  # keep the state at each task's start: of "small" networks (up to 8 MiB), or "all", "none"
+
+
+@dataclass(frozen=True)
 class RunConfig:
     protocol: str = "clean"  # or "paper": trained as the authors did
     quirks: tuple[str, ...] = ()  # errors of the released code to reproduce: tbbn list quirks
     seed: int = 0  # of everything random
     device: str = "auto"  # a GPU if there is one; or "cpu", "cuda", "cuda:1", ...
     precision: str = "fp32"  # or "tf32", "bf16": arithmetic of convolutions and products; statistics stay float32
+    autotune: bool = False  # a GPU times its algorithms first: faster, but bits may differ from one process to the next
     threads: int = 0  # CPU threads; 0: torch's own choice
     backbone: str = "small"  # tbbn list backbones
     norm: Choice = Choice("bn")
@@ -107,6 +117,7 @@ class RunConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
 
     @property
     def label(self) -> str:
@@ -119,6 +130,7 @@ SECTIONS: dict[str, type] = {
     "memory": MemoryConfig,
     "batch": BatchConfig,
     "train": TrainConfig,
+    "save": SaveConfig,
 }
 CHOICES = ("norm", "method")
 
@@ -148,7 +160,7 @@ def resolve(*layers: tuple[str, Values]) -> RunConfig:
         if QUIRKS[quirk].applies(norm, method):
             below.append(QUIRKS[quirk].values)
     if values.get("data.online"):
-        below.append({"train.epochs": 1, "memory.selection": "reservoir", "train.schedule": "constant"})
+        below += [ONLINE, ONLINE_METHOD.get(method, {})]
     merged: dict[str, Any] = {}
     for layer in (*below, values):
         merged.update(layer)
@@ -181,7 +193,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such config file.") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a folder, not a TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, numbers too long to read, tables too deep
         raise UserError(f"{path}: not a TOML file: {error}.") from None
 
 
@@ -221,6 +233,7 @@ def names() -> dict[str, Any]:
     return found
 
 
+@functools.cache
 def notes() -> dict[str, str]:
     """What the comment beside each setting says, by dotted name, for the command line's help."""
     found = {}
@@ -276,25 +289,45 @@ def _nearest(name: str, options: Iterable[str]) -> str:
     return str(choose("option", name, options)).split("; ", 1)[1]
 
 
+_hints = functools.cache(get_type_hints)  # costs more than everything else here
+
+
 def _typed(key: str, value: Any, where: str) -> Any:
     section, _, name = key.partition(".")
     if section in CHOICES:
         if name == "name" and not isinstance(value, str):
             raise UserError(f"{where}: {key} must be a name, got {value!r}.")
+        if not _is_value(value):
+            raise UserError(f"{where}: {key} must be a number, text, true, false, or a list of these, got {value!r}.")
+        _check_text(key, f"{name}{value}", where)
         return value
     owner = SECTIONS[section] if name else RunConfig
     default = next(f for f in fields(owner) if f.name == (name or section)).default
-    hint = get_type_hints(owner)[name or section]
+    hint = _hints(owner)[name or section]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(default, tuple) and isinstance(value, list | tuple):
         inner = float if hint == tuple[float, ...] else str
         if all(isinstance(v, inner | int) and not isinstance(v, bool) for v in value):
             return tuple(inner(v) for v in value)
+    elif hint is str and isinstance(value, str):
+        _check_text(key, value, where)
+        return value
     elif type(value) is hint:
         return value
     kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint, "a list")
     raise UserError(f"{where}: {key} must be {kind} (default {_plain(default)!r}), got {value!r}.")
+
+
+def _is_value(value: Any) -> bool:
+    """Whether an option's value is one that JSON and TOML both hold."""
+    return all(map(_is_value, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float)
+
+
+def _check_text(key: str, value: str, where: str) -> None:
+    """Refuse text that no config file could hold: Python spells bytes that are not UTF-8 by halves of signs."""
+    if any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise UserError(f"{where}: {key} must be text in UTF-8, got {value!r}.")
 
 
 def _build(values: Values) -> RunConfig:
@@ -316,12 +349,17 @@ def _hashable(value: Any) -> Any:
     return tuple(_hashable(v) for v in value) if isinstance(value, list | tuple) else value
 
 
+def _escaped(sign: str) -> str:
+    return f"\\u{ord(sign):04x}" if ord(sign) < 0x10000 else f"\\U{ord(sign):08x}"
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # A TOML basic string has JSON's escapes; JSON alone lets DEL stand as it is.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        # A TOML basic string has JSON's escapes; what JSON lets stand and a terminal acts on is escaped too.
+        text = json.dumps(value, ensure_ascii=False)
+        return "".join(c if c.isprintable() else _escaped(c) for c in text)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     return repr(value)

@@ -20,3 +20,16 @@ def choose(kind: str, name: str, known: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return UserError(f"unknown {kind} {name!r}; choose one of: {', '.join(known)}.{hint}")
+
+
+def printable(text: str) -> str:
+    """The text on one line and without anything that moves a terminal's cursor: what is not printable is spelt out.
+
+    Names come from files: a folder may be called anything, and a record may have been written by anyone.
+
+    >>> printable("a\\x1b[31m\\nb")
+    'a\\\\x1b[31m\\\\nb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

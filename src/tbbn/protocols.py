@@ -102,6 +102,14 @@ PAPER_METHOD: dict[str, Values] = {
         "method.finetune_lr": 0.02,
     },
 }
+# Online a task passes once; so, unless told otherwise, does a second phase over what was stored or held out of it.
+ONLINE: Values = {"train.epochs": 1, "memory.selection": "reservoir", "train.schedule": "constant"}
+ONLINE_METHOD: dict[str, Values] = {
+    "eeil": {"method.balanced_epochs": 1},
+    "bic": {"method.correction_epochs": 1},
+    "podnet": {"method.finetune_epochs": 1},
+    "afc": {"method.finetune_epochs": 1},
+}
 PROTOCOLS = ("clean", "paper")
 
 

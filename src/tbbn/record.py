@@ -1,32 +1,43 @@
-"""What a run leaves behind: its config, its environment, every accuracy, and how it ended."""
+"""What a run leaves behind: its config, its environment, every accuracy, and how it ended.
+
+Each file answers for itself, since several cannot be replaced at one instant: a SHA-256 over all of its bytes stands in it
+(:func:`seal`), but for the config's, which stands in the record. The config is written before the first record and does not
+change; predictions are written before the record that counts them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
+import re
 import secrets
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tbbn
-from tbbn import metrics
+from tbbn import metrics, schema
 from tbbn.config import RunConfig, flatten, resolve, to_dict, to_toml
 from tbbn.errors import UserError
 
-SCHEMA = 1
+SCHEMA = 2
+CONFIG, RECORD, PREDICTIONS = "config.toml", "record.json", "predictions.safetensors"
 # Everything a run writes into its folder, and an overwriting one deletes first.
 FILES = (
-    "config.toml",
-    "record.json",
-    "predictions.safetensors",
+    CONFIG,
+    RECORD,
+    PREDICTIONS,
     "checkpoint.safetensors",
     "checkpoint.previous.safetensors",
+    "checkpoint.arriving.safetensors",
+    "task-*.safetensors",
 )
-STATUSES = ("running", "finished", "interrupted", "diverged", "failed")
+DERIVED = ("metrics", "config_sha256", "sha256")  # in the file, but not of the record
+NO_SEAL = "0" * 64  # where a seal will stand
 
 
 @dataclass
@@ -46,6 +57,9 @@ class Record:
     exemplars: list[int] = field(default_factory=list)  # rows in memory after each task
     splits: list[int] = field(default_factory=list)  # r* of a whole batch in each task
     history: list[dict[str, Any]] = field(default_factory=list)  # one entry an epoch
+    skipped: list[str] = field(default_factory=list)  # image files left out because they cannot be read
+    weights: list[str] = field(default_factory=list)  # SHA-256 of the network's state after each task
+    resumed: list[dict[str, Any]] = field(default_factory=list)  # environments of later sessions, where they differ
     seconds: float = 0.0  # of training and evaluation, over all sessions
     predictions: dict[str, torch.Tensor] = field(default_factory=dict)  # class of every test image, by task learnt
 
@@ -61,33 +75,70 @@ class Record:
         sizes = self.task_sizes[: len(self.accuracy)]
         return metrics.summary(self.accuracy, weights=sizes, task_il=self.task_il)
 
-    def to_json(self) -> str:
-        tree = {k: v for k, v in asdict(self).items() if k != "predictions"}
-        return json.dumps({**tree, "metrics": self.metrics}, indent=1) + "\n"
+    def tree(self) -> dict[str, Any]:
+        """The record as JSON has it: all but the tensors."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "predictions"}
+
+    def to_json(self, **more: str) -> str:
+        return json.dumps({**self.tree(), "metrics": self.metrics, **more}, indent=1) + "\n"
 
     def save(self, directory: Path) -> None:
         """Write ``config.toml``, ``record.json`` and the predictions; each file is whole or absent, whenever the power goes."""
         directory.mkdir(parents=True, exist_ok=True)
-        config = to_toml(self.run_config)
-        if not (directory / "config.toml").exists() or (directory / "config.toml").read_text() != config:
-            write_atomic(directory / "config.toml", config.encode())
+        config = to_toml(self.run_config).encode()
+        _write_new(directory / CONFIG, config)
         if self.predictions:
             from safetensors.torch import save
 
-            write_atomic(directory / "predictions.safetensors", save(self.predictions))
-        write_atomic(directory / "record.json", self.to_json().encode())
+            _write_new(directory / PREDICTIONS, seal(save(self.predictions, metadata={"sha256": NO_SEAL})))
+        text = self.to_json(config_sha256=hashlib.sha256(config).hexdigest(), sha256=NO_SEAL)
+        write_atomic(directory / RECORD, seal(text.encode()))
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write what is not there yet."""
+    if not path.exists() or path.read_bytes() != content:
+        write_atomic(path, content)
+
+
+_SEAL = re.compile(rb'"sha256": ?"([0-9a-f]{64})"')
+
+
+def seal(content: bytes) -> bytes:
+    """The content with its SHA-256, taken with zeros in its place, in the first ``"sha256"`` of its JSON."""
+    found = _SEAL.search(content)
+    assert found is not None and found[1] == NO_SEAL.encode()
+    sealed = bytearray(content)
+    sealed[slice(*found.span(1))] = hashlib.sha256(content).hexdigest().encode()
+    return bytes(sealed)
+
+
+def seal_problem(content: bytes) -> str:
+    """What is wrong with a file that was sealed; nothing, if every byte is as it was written."""
+    found = _SEAL.search(content)
+    if found is None:
+        return "damaged: its checksum is not there."
+    blank = bytearray(content)
+    blank[slice(*found.span(1))] = NO_SEAL.encode()
+    sealed = hashlib.sha256(blank).hexdigest().encode() == found[1]
+    return "" if sealed else "damaged: its content does not match its checksum."
 
 
 def load_record(path: str | Path) -> Record:
-    """The record in a run directory, or in a file."""
+    """The record in a run directory, or in a file; one that is not as it was written is an error."""
     path = Path(path)
-    file = path / "record.json" if path.is_dir() else path
+    file = path / RECORD if path.is_dir() else path
     try:
-        tree = json.loads(file.read_text())
+        content = file.read_bytes()
+        tree = json.loads(content.decode())
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: {_instead(path)}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not a record: {error}.") from None
+    # Of what a newer version wrote it is said first that it is newer.
+    ours = isinstance(tree, dict) and "sha256" in tree and tree.get("schema") in range(1, SCHEMA + 1)
+    if ours and (problem := seal_problem(content)):
+        raise UserError(f"{file}: {problem} Delete it and start its run again: the checkpoint holds the record too.")
     return record_from(tree, str(file))
 
 
@@ -107,9 +158,11 @@ def record_from(tree: Any, where: str) -> Record:
         raise UserError(
             f"{where}: written by a newer version (schema {tree['schema']}, this one reads up to {SCHEMA})."
         )
-    known = {k: v for k, v in tree.items() if k != "metrics"}
+    known = {k: v for k, v in tree.items() if k not in DERIVED}
     if not isinstance(known.get("config"), dict):
         raise UserError(f"{where}: not a record: it has no config.")
+    if wrong := schema.problem(known):
+        raise UserError(f"{where}: not a record: {wrong}")
     try:
         return Record(**known)
     except TypeError as error:
@@ -117,7 +170,8 @@ def record_from(tree: Any, where: str) -> Record:
 
 
 def new_record(config: RunConfig) -> Record:
-    return Record(to_dict(config), environment=environment())
+    found = environment()
+    return Record(to_dict(config), environment=found | ({"threads": config.threads} if config.threads else {}))
 
 
 def environment() -> dict[str, Any]:
@@ -148,6 +202,15 @@ def write_atomic(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         name.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # which of a write or a flush does not say what could not be written
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
+
+
+def sweep_up(directory: Path) -> None:
+    """Delete what a process that was killed in :func:`write_atomic` left there."""
+    for file in directory.glob(".*"):
+        if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{8}", file.name):
+            file.unlink(missing_ok=True)

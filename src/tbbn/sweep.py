@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,6 +103,9 @@ def expand(layers: Sequence[Layer], axes: Axes, out: Path) -> list[Job]:
         jobs.append(Job(config, out / name))
     if len(jobs) == 1:
         return [Job(jobs[0].config, out)]
+    for name, n in Counter(job.directory.name for job in jobs).items():
+        if n > 1:
+            raise UserError(f"{n} of the runs would be kept in {out / name}; name each method, norm and seed once.")
     return jobs
 
 
@@ -142,20 +146,21 @@ def finished(job: Job) -> Record | None:
 def forget(job: Job) -> None:
     """Delete what an earlier run left in the job's folder, and nothing else there."""
     for name in FILES:
-        (job.directory / name).unlink(missing_ok=True)
+        for file in job.directory.glob(name):
+            file.unlink()
 
 
 def run_all(
     jobs: Sequence[Job],
     *,
-    lanes: int = 1,
+    lanes: int | None = 1,
     on_start: Callable[[Job], None] | None = None,
     on_event: Callable[[Job, Event], None] | None = None,
     on_end: Callable[[Job, Record], None] | None = None,
     overwrite: bool = False,
     stop: Callable[[], bool] | None = None,
 ) -> list[Record]:
-    """Do the jobs, ``lanes`` at a time; those finished before are taken as they are.
+    """Do the jobs, ``lanes`` at a time (None: as many as pay); those finished before are taken as they are.
 
     Of several jobs a failing one stops no other; what the user has to mend (:class:`UserError`) ends a sweep without lanes.
     Once ``stop`` says yes, what is at work saves itself, and this raises KeyboardInterrupt.
@@ -185,7 +190,7 @@ def run_all(
             end(job, records[job])
         elif overwrite:
             forget(job)
-    if lanes > 1:
+    if lanes is None or lanes > 1:
         configs, places = [job.config for job in todo], [job.directory for job in todo]
         run_lanes(configs, lanes, directories=places, on_event=event, on_end=ended, stop=stop)
         if stop is not None and stop():

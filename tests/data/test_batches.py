@@ -255,6 +255,14 @@ def test_stream_replays_only_past_rows_on_demand():
     assert layouts(first) == [(20, 10, 0), (1, 5, 0)]
 
 
+def test_stream_stores_but_does_not_replay_rows_left_out():
+    past = Reservoir(50, 1000 + torch.arange(50), 10**12)
+    blocks, after = stream(205, past, without=1000 + torch.arange(45))
+    assert layouts(blocks) == [(20, 10, 10), (1, 5, 10)]
+    assert all((block.index[:, block.n_current :] >= 1045).all() for block in blocks)
+    assert torch.equal(after.index, past.index)
+
+
 def test_stream_replay_draws_every_stored_row_equally_often():
     past = Reservoir(40, 1000 + torch.arange(40), 10**12)  # so long a stream that nothing new enters
     blocks, after = stream(4000, past)

@@ -135,7 +135,12 @@ def test_a_pickle_that_builds_anything_else_is_refused_before_it_acts(tmp_path: 
     ("content", "message"),
     [
         ({"data": random((2, 3072))}, "needs the entries 'data' and 'fine_labels', has: data"),
-        ({"data": random((2, 3071)), "fine_labels": [0, 1]}, r"'data' must be \(2, 3072\) uint8"),
+        ({"data": random((2, 3071)), "fine_labels": [0, 1]}, r"'data' must be \(N, 3072\) uint8"),
+        ({"data": random((2, 3072)), "fine_labels": [0.5, 1]}, "'fine_labels' a list of N whole numbers"),
+        ({"data": random((2, 3072)), "fine_labels": [[0], [1]]}, "'fine_labels' a list of N whole numbers"),
+        ({"data": random((2, 3072)), "fine_labels": ["a", "b"]}, "'fine_labels' a list of N whole numbers"),
+        ({"data": random((2, 3072)), "fine_labels": 3}, "'fine_labels' a list of N whole numbers"),
+        ({"data": "pixels", "fine_labels": [0, 1]}, r"'data' must be \(N, 3072\) uint8"),
         ({"data": random((2, 3072)), "fine_labels": [0, 100]}, "labels must lie in 0..99, go from 0 to 100"),
         ({"data": random((2, 3072)) / 255, "fine_labels": [0, 1]}, "must be uint8, are float64"),
         ({"data": random((0, 3072)), "fine_labels": []}, "holds no images"),
@@ -186,6 +191,41 @@ def test_broken_idx_files_are_named(tmp_path: Path) -> None:
     write_idx(file, random((2, 28, 28)))
     with pytest.raises(UserError, match="2 images but 3 labels"):
         load("mnist", tmp_path, download=False)
+    write_idx(file, random((0, 28, 28)))
+    with pytest.raises(UserError, match="train-images-idx3-ubyte: holds no values: its sizes are 0x28x28"):
+        load("mnist", tmp_path, download=False)
+    write_mnist(raw)
+    zipped = bytearray(gzip.compress(file.read_bytes()))
+    zipped[60] ^= 255  # a flipped byte in the deflated stream
+    file.write_bytes(zipped)
+    with pytest.raises(UserError, match="train-images-idx3-ubyte: cannot be read"):
+        load("mnist", tmp_path, download=False)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte: cannot be read \(Is a directory\)"):
+        load("mnist", tmp_path, download=False)
+
+
+def test_a_label_out_of_range_names_the_file_of_the_labels(tmp_path: Path) -> None:
+    raw = tmp_path / "MNIST/raw"
+    write_mnist(raw)
+    write_idx(raw / "t10k-labels-idx1-ubyte", np.array([0, 10, 3], dtype=np.uint8))
+    with pytest.raises(UserError, match=r"t10k-labels-idx1-ubyte: labels must lie in 0\.\.9, go from 0 to 10"):
+        load("mnist", tmp_path, download=False)
+    for number, batch in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+        content = {"data": random((1, 3072), number), "labels": [10 if batch == "data_batch_4" else 0]}
+        write_pickle(tmp_path / "cifar-10-batches-py" / batch, content)
+    with pytest.raises(UserError, match=r"data_batch_4: labels must lie in 0\.\.9, go from 10 to 10"):
+        load("cifar10", tmp_path, download=False)
+
+
+def test_images_of_train_and_test_are_of_one_size(tmp_path: Path) -> None:
+    raw = tmp_path / "MNIST/raw"
+    write_mnist(raw)
+    write_idx(raw / "t10k-images-idx3-ubyte", random((3, 20, 20)))
+    with pytest.raises(UserError, match=r"mnist: images of train \(1x28x28\) and test \(1x20x20\) differ in size"):
+        load("mnist", tmp_path, download=False)
+    assert load("mnist", tmp_path, download=False, size=10).test.images.shape == (3, 1, 10, 10)
 
 
 def test_svhn_calls_class_10_the_digit_0(tmp_path: Path) -> None:
@@ -199,6 +239,29 @@ def test_svhn_calls_class_10_the_digit_0(tmp_path: Path) -> None:
     assert source.train.images[1, 2, 30, 4] == images[30, 4, 2, 1]
     (tmp_path / "test_32x32.mat").write_bytes(b"not a mat file")
     with pytest.raises(UserError, match=r"test_32x32.mat: cannot be read"):
+        load("svhn", tmp_path, download=False)
+    whole = (tmp_path / "train_32x32.mat").read_bytes()
+    (tmp_path / "test_32x32.mat").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"test_32x32.mat: cannot be read"):
+        load("svhn", tmp_path, download=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"Z": 1}, r"needs X of \(32, 32, 3, N\) uint8 and y of N whole numbers, from 1 to 10"),
+        ({"X": random((32, 32, 3)), "y": np.array([[1]])}, r"needs X of \(32, 32, 3, N\) uint8"),
+        ({"X": random((32, 32, 3, 2)), "y": np.array([[300], [1]])}, "labels must lie in 0..9, go from 1 to 300"),
+        ({"X": random((32, 32, 3, 2)), "y": np.array([[0], [1]])}, "labels must lie in 0..9, go from 1 to 10"),
+        ({"X": random((32, 32, 3, 2)) / 2, "y": np.array([[1], [1]])}, "must be uint8, are float64"),
+    ],
+)
+def test_a_mat_file_of_other_content_is_named(tmp_path: Path, content: Any, message: str) -> None:
+    from scipy.io import savemat
+
+    savemat(tmp_path / "train_32x32.mat", content)
+    (tmp_path / "test_32x32.mat").touch()
+    with pytest.raises(UserError, match=f"train_32x32.mat: .*{message}"):
         load("svhn", tmp_path, download=False)
 
 
@@ -222,4 +285,12 @@ def test_stl10_is_stored_by_columns_with_labels_from_1(tmp_path: Path) -> None:
     assert source.test.labels.tolist() == [0, 9]
     (folder / "test_X.bin").write_bytes(bytes(100))
     with pytest.raises(UserError, match="100 bytes are no whole number of 3x96x96 images"):
+        load("stl10", tmp_path, download=False)
+    stored.tofile(folder / "test_X.bin")
+    np.array([0, 11], dtype=np.uint8).tofile(folder / "test_y.bin")
+    with pytest.raises(UserError, match=r"test_y.bin: labels must lie in 0\.\.9, go from -1 to 10"):
+        load("stl10", tmp_path, download=False)
+    (folder / "test_y.bin").unlink()
+    (folder / "test_y.bin").mkdir()
+    with pytest.raises(UserError, match=r"test_y.bin: cannot be read \(Is a directory\)"):
         load("stl10", tmp_path, download=False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,18 @@ def test_a_tree_of_pngs_stands_for_the_official_files(tmp_path: Path) -> None:
     assert load("mnist", tmp_path, download=False).train.images.shape == (4, 1, 28, 28)
 
 
+def png_48(pixels: np.ndarray) -> bytes:
+    """A PNG of 16 bits a channel, by hand: PIL writes none."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    head = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
 def test_every_kind_of_image_becomes_8_bit_rgb(tmp_path: Path) -> None:
     rgb = picture(0)
     image = PIL.Image.fromarray(rgb)
@@ -92,10 +107,17 @@ def test_every_kind_of_image_becomes_8_bit_rgb(tmp_path: Path) -> None:
         "g-palette.png": (palette, looked_up),
         "h-hole.png": (see_through, np.where(hole[:, :, None], 0, looked_up)),
         "i-plain.bmp": (image, rgb),
+        "j-cmyk.tif": (image.convert("CMYK"), rgb),
+        "k-48bit.png": (None, None),  # type: ignore[dict-item]
     }
+    wide = np.arange(108, dtype=np.uint16).reshape(6, 6, 3) * 600
+    cases["k-48bit.png"] = (png_48(wide), wide // 256)
     cases["f-la.png"] = (cases["f-la.png"][0], np.repeat(np.round(grey * (alpha / 255.0))[:, :, None], 3, 2))
     for name, (pixels, _) in cases.items():
-        save(tmp_path / "train/a" / name, pixels)
+        if isinstance(pixels, bytes):
+            (tmp_path / "train/a" / name).write_bytes(pixels)
+        else:
+            save(tmp_path / "train/a" / name, pixels)
     save(tmp_path / "test/a/0.png", rgb)
     images = folder(tmp_path).train.images
     assert images.dtype == torch.uint8
@@ -230,12 +252,111 @@ def test_unreadable_images_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train/bee/0.png: is not a readable image"):
         folder(tmp_path)
     broken.write_bytes(b"text")
-    with pytest.raises(UserError, match=r"train/bee/0.png: is not a readable image \(cannot identify"):
+    with pytest.raises(UserError, match=r"train/bee/0.png: is not a readable image \(of no known format\)"):
         folder(tmp_path)
     broken.unlink()
     save(tmp_path / "train/bee/0.tif", np.zeros((6, 6), np.float32))
     with pytest.raises(UserError, match=r"0.tif: .*floating-point images have no known range"):
         folder(tmp_path)
+
+
+def test_values_beyond_16_bits_are_refused_not_clipped(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    save(tmp_path / "train/bee/2.tif", np.full((6, 6), 70_000, np.int32))
+    with pytest.raises(UserError, match=r"2.tif: .*values beyond 16 bits have no known range"):
+        folder(tmp_path)
+
+
+def break_some(root: Path) -> None:
+    write_set(root)
+    for name in ("train/ant/0.png", "train/bee/x.png", "test/bee/y.png"):
+        (root / name).write_bytes(b"no image")
+    (root / "train/bee/lost.png").symlink_to(root / "nowhere")
+    os.mkfifo(root / "train/bee/pipe.png")
+    (root / "train/bee/folder.png").mkdir()  # not a file: not looked at
+
+
+def test_unreadable_images_are_named_and_counted(tmp_path: Path) -> None:
+    break_some(tmp_path)
+    with pytest.raises(UserError) as caught:
+        folder(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}/train/ant/0.png: is not a readable image (of no known format); 4 of 7 are not; "
+        "mend or remove, or leave out with data.unreadable = 'skip'"
+    )
+    with pytest.raises(UserError, match="unknown way to treat unreadable images 'ignore'; choose one of: fail, skip"):
+        folder(tmp_path, unreadable="ignore")
+
+
+def test_unreadable_images_are_left_out_and_listed_where_asked(tmp_path: Path) -> None:
+    break_some(tmp_path)
+    source = folder(tmp_path, unreadable="skip")
+    assert source.skipped == (
+        "train/ant/0.png",
+        *("train/bee/lost.png", "train/bee/pipe.png", "train/bee/x.png"),
+        "test/bee/y.png",
+    )
+    assert source.train.labels.tolist() == [0, 1, 1]
+    assert torch.equal(source.train.images, torch.stack([chw(picture(seed)) for seed in (1, 10, 11)]))
+    assert source.test.labels.tolist() == [0, 1]
+    again = load(f"synthetic:2x2x2x6+folder:{tmp_path}", unreadable="skip")
+    assert again.skipped == source.skipped
+
+
+def test_a_class_of_unreadable_images_alone_is_an_error_even_where_they_are_left_out(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    (tmp_path / "test/bee/0.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"test/bee: holds no readable image"):
+        folder(tmp_path, unreadable="skip")
+    (tmp_path / "test/ant/0.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"test/ant/0.png: .*; nor is any other image of this part"):
+        folder(tmp_path, unreadable="skip")
+
+
+def test_a_packed_set_leaves_unreadable_images_out_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_some(tmp_path / "imagenet100")
+    (tmp_path / "imagenet100/classes.txt").write_text("ant\nbee\n")
+    monkeypatch.setattr(decoding, "_PACKED_FROM", 1)
+    source = load("imagenet100", tmp_path, size=6, unreadable="skip")
+    assert len(source.skipped) == 5
+    assert torch.equal(source.train.images, torch.stack([chw(picture(seed)) for seed in (1, 10, 11)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "twin", "how"),
+    [
+        ("bee", "Bee", "differ in case, spaces or zeros only"),
+        ("bee", "bee ", "differ in case, spaces or zeros only"),
+        ("1", "01", "differ in case, spaces or zeros only"),
+        ("caf\u00e9", "cafe\u0301", "differ in case, spaces or zeros only"),
+        ("bee", "wasp", "are one folder"),
+    ],
+)
+def test_a_class_that_is_there_twice_is_refused(tmp_path: Path, name: str, twin: str, how: str) -> None:
+    write_set(tmp_path, (name, "2"))
+    for part in ("train", "test"):
+        if twin == "wasp":
+            (tmp_path / part / twin).symlink_to(tmp_path / part / name)
+        else:
+            save(tmp_path / part / twin / "0.png", picture(0))
+    with pytest.raises(UserError, match=rf"train: the class folders '.*' and '.*' {how}; rename or remove one"):
+        folder(tmp_path)
+
+
+def test_lists_of_names_lead_nowhere_else(tmp_path: Path) -> None:
+    write_set(tmp_path / "imagenet100", test="val")
+    for name in ("..", "../imagenet100", "/etc", "a\\b"):
+        (tmp_path / "imagenet100/classes.txt").write_text(f"ant\n{name}\n")
+        with pytest.raises(UserError, match=r"classes.txt: '.*' is a path; only plain names are read"):
+            load("imagenet100", tmp_path)
+    (tmp_path / "imagenet100/classes.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"classes.txt: is not a text in UTF-8"):
+        load("imagenet100", tmp_path)
+    root = tmp_path / "tiny-imagenet-200"
+    write_tiny(root, True)
+    (root / "val/val_annotations.txt").write_text("../../x.JPEG\tn01\n")
+    with pytest.raises(UserError, match=r"val_annotations.txt: '../../x.JPEG' is a path"):
+        load("tiny-imagenet", tmp_path)
 
 
 def test_images_of_several_sizes_ask_for_one(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_folder_may_have_a_plus_in_its_name(tmp_path: Path) -> None:
 def test_found_looks_for_paths(tmp_path: Path) -> None:
     there = found(tmp_path / "nowhere")
     assert {name for name, is_there in there.items() if is_there} == {"digits", "synthetic"}
-    assert {*there} == {*available()} - {"folder:PATH", "A+B"}
+    assert {*there} == {*available()} - {"folder:PATH", "packed:PATH", "A+B"}
     for path in official.OFFICIAL["cifar10"].paths:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).touch()
@@ -154,15 +154,20 @@ def test_a_failed_download_is_one_silent_line(
 ) -> None:
     patience = []
 
-    class Offline:
-        def __init__(self, root: str, download: bool) -> None:
+    class CIFAR100:
+        url, filename, tgz_md5 = "https://nowhere", "cifar-100-python.tar.gz", ""
+
+    class Offline(ModuleType):
+        @staticmethod
+        def download_url(url: str, root: str, filename: str, md5: str) -> None:
+            (Path(root) / filename).write_bytes(b"the beginning")
             patience.append(socket.getdefaulttimeout())
             print("Downloading", file=sys.stderr)  # noqa: T201
             print("0%")  # noqa: T201
             raise OSError("<urlopen error no route to host>\nand more")
 
     datasets = ModuleType("datasets")
-    datasets.CIFAR100 = Offline  # type: ignore[attr-defined]
+    datasets.CIFAR100, datasets.utils = CIFAR100, Offline("utils")  # type: ignore[attr-defined]
     vision = ModuleType("torchvision")
     vision.datasets = datasets  # type: ignore[attr-defined]
     monkeypatch.setattr(official, "torchvision", lambda: vision)
@@ -170,8 +175,9 @@ def test_a_failed_download_is_one_silent_line(
         load("cifar100", tmp_path / "new")
     assert str(caught.value) == (
         f"cifar100: no data under {tmp_path}/new (the download failed: <urlopen error no route to host>); "
-        "place cifar-100-python/ (train, test, meta) there"
+        "place cifar-100-python/ (train, test, meta) or cifar-100-python.tar.gz there"
     )
+    assert not (tmp_path / "new").exists()
     assert capsys.readouterr() == ("", "")
     assert patience == [20]
     assert socket.getdefaulttimeout() is None
@@ -201,8 +207,20 @@ def test_the_downloader_is_called_as_torchvision_defines_it(tmp_path: Path, name
     real = torchvision().datasets
     calls = []
 
+    class Utils:
+        @staticmethod
+        def download_url(*arguments: object) -> None:
+            bound = inspect.signature(real.utils.download_url).bind(*arguments).arguments
+            assert bound["filename"] == official.OFFICIAL[name].archive and bound["md5"]
+            calls.append({"download": True, **bound})
+
     class Recorder:
+        utils = Utils
+
         def __getattr__(self, kind: str):
+            if official.OFFICIAL[name].archive:
+                return getattr(real, kind)
+
             def call(*arguments: object, **options: object) -> None:
                 calls.append(inspect.signature(getattr(real, kind)).bind(*arguments, **options).arguments)
 

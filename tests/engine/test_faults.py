@@ -5,38 +5,67 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from killed import left_alone, same
 from tinyrun import tiny
+from torch import Tensor
 
+from tbbn.cli import main
 from tbbn.engine import Run, checkpoint, run, state
 from tbbn.engine.events import Position
+from tbbn.engine.step import Step
+from tbbn.engine.verify import verify
 from tbbn.errors import UserError
 from tbbn.record import load_record
 
 HERE = Path(__file__).parent
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(
     "method", ["ft", "eeil(balanced_epochs=4)", "bic(correction_epochs=8)", "podnet(finetune_epochs=4)"]
 )
-def test_a_run_killed_eight_times_ends_as_if_it_had_been_left_alone(method: str, tmp_path: Path) -> None:
-    program = [sys.executable, str(HERE / "killed.py"), method, str(tmp_path / "run"), "8", "3"]
-    done = subprocess.run(
-        program, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600
-    )
+def test_a_run_killed_anywhere_ends_as_if_it_had_been_left_alone(method: str, tmp_path: Path) -> None:
+    program = [sys.executable, str(HERE / "killed.py"), method, str(tmp_path), "8", "3"]
+    done = subprocess.run(program, capture_output=True, text=True, env=ONE_THREAD, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert found["kills"] == 8
-    assert found["status"] == "finished"
-    assert found["record"] == []
-    assert found["weights"]
-    assert found["predictions"]
+    places = {"main": 3, "herding": 3, "evaluation": 3, "writing": 3, "renaming": 3, "random": 8}
+    assert found["kills"] == (places if method == "ft" else {**places, "second": 2})
+    assert found["different"] == {"random": [], "everywhere": []}
+    for name in ("random", "everywhere"):
+        assert not list((tmp_path / name).glob(".*.*.*")), "what the killed left behind is gone"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_told_to_stop_saves_itself_and_says_so_by_its_exit_code(number: int, tmp_path: Path) -> None:
+    words = ["--data", "synthetic:6x40x5x8", "--data.tasks", "2", "--train.epochs", "12", "--norm", "tbbn"]
+    words += ["--threads", "1", "--device", "cpu", "--out", str(tmp_path), "--name", "x"]
+    program = [sys.executable, "-m", "tbbn.cli", "run", *words]
+    with subprocess.Popen(
+        program, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ONE_THREAD
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("run 1/1")  # said at the first step
+        process.send_signal(number)
+        said = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert "stopping after this step" in said and "interrupted; what was done is kept" in said
+    stopped = load_record(tmp_path / "x")
+    assert stopped.status == "interrupted" and verify(tmp_path / "x")
+    saved = checkpoint.load(tmp_path / "x")
+    assert saved is not None and saved[0]["position"] != {"task": 0, "phase": 0, "epoch": 0, "step": 0}
+    record = run(stopped.run_config, directory=tmp_path / "x")
+    assert record.status == "finished"
+    assert record.history == left_alone(stopped.run_config).record.history
 
 
 @pytest.mark.parametrize(
@@ -51,6 +80,9 @@ def test_a_run_killed_eight_times_ends_as_if_it_had_been_left_alone(method: str,
         {"method__name": "icarl"},
         {"method__name": "il2m"},
         {"data__online": True, "norm__name": "adab2n", "train__epochs": 1},
+        {"data__online": True, "method__name": "eeil", "method__unbalanced_phase": True, "method__balanced_epochs": 2},
+        {"data__online": True, "method__name": "bic", "batch__memory_from": "past"},
+        {"data__online": True, "method__name": "podnet", "memory__budget": 24},
         {"data__validation": 0.2, "train__keep": "best", "train__momentum": 0.0},
     ],
     ids=lambda s: s.get("method__name", "-".join(s) or "ft"),
@@ -141,7 +173,7 @@ def test_a_checkpoint_of_another_schema_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(checkpoint, "SCHEMA", 99)
     checkpoint.save(tmp_path, {"a": 1}, {})
     monkeypatch.undo()
-    with pytest.raises(UserError, match="has schema 99; this version reads 1"):
+    with pytest.raises(UserError, match="has schema 99; this version reads 2"):
         checkpoint.load(tmp_path)
 
 
@@ -164,6 +196,43 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch
     assert run(tiny(), directory=tmp_path).history == left_alone(tiny()).record.history
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two megabytes, where this process may mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("room", [0, 20_000, 200_000])
+def test_a_disk_that_is_really_full_leaves_the_last_good_checkpoint(
+    room: int, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = small_disk / "run"
+    _half_way(directory)
+    before = checkpoint.load(directory)
+    record = load_record(directory)
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - room))
+    assert main(["resume", str(directory), "--quiet"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith(f"tbbn: {directory}") and "No space left on device" in said[0]
+    after = checkpoint.load(directory)
+    assert before is not None and after is not None
+    assert after[0]["position"] == before[0]["position"]
+    assert [f.problem for f in verify(directory)] == [""] * len(verify(directory))
+    assert load_record(directory).accuracy[:1] == record.accuracy  # a small record may fit where a checkpoint does not
+    assert not list(directory.glob(".*.*.*")), "nothing half-written takes up room"
+    filler.unlink()
+    assert run(tiny(), directory=directory).history == left_alone(tiny()).record.history
+
+
 def test_a_second_process_is_told_that_the_run_is_taken(tmp_path: Path) -> None:
     with checkpoint.locked(tmp_path), pytest.raises(UserError, match="another process is working on this run"):
         run(tiny(), directory=tmp_path)
@@ -178,6 +247,45 @@ def test_a_diverged_run_says_where_and_stops_within_the_epoch(tmp_path: Path) ->
     assert "largest gradient in" in record.message
     assert len(record.history) < 3
     assert load_record(tmp_path).status == "diverged"
+
+
+@pytest.mark.parametrize("pause", [0, 12])
+def test_the_step_at_which_a_run_diverged_is_told_also_if_it_was_interrupted(
+    pause: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(data__name="synthetic:6x32x5x8", train__epochs=4)  # 8 steps an epoch in the first task
+    if pause:
+        asked = iter(range(10**6))
+        # The end of an epoch is asked about as well as each step.
+        assert run(config, directory=tmp_path, stop=lambda: next(asked) >= pause).status == "interrupted"
+    real, done = Step.losses, iter(range(pause, 10**6))
+
+    def spoilt(self: Step, *arguments: Any) -> dict[str, Tensor]:
+        terms = real(self, *arguments)
+        return {name: term * float("nan") for name, term in terms.items()} if next(done) == 8 + 5 else terms
+
+    monkeypatch.setattr(Step, "losses", spoilt)
+    record = run(config, directory=tmp_path)
+    assert record.status == "diverged"
+    assert "task 1, phase 'train', epoch 2, since step 6 of its kind of batch" in record.message
+    assert "largest gradient in backbone." in record.message and "(nan)" in record.message
+
+
+def test_the_other_runs_of_a_sweep_go_on_when_one_diverges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Step.losses
+
+    def spoilt(self: Step, *arguments: Any) -> dict[str, Tensor]:
+        factor = float("inf") if "renorm" in type(self.network.backbone.norms[0]).__name__.lower() else 1.0
+        return {name: term * factor for name, term in real(self, *arguments).items()}
+
+    monkeypatch.setattr(Step, "losses", spoilt)
+    words = ["--data", "synthetic:4x12x4x8", "--data.tasks", "2", "--train.epochs", "1", "--memory.budget", "8"]
+    assert main(["run", *words, "--norm", "bn,brn,tbbn", "--quiet", "--out", str(tmp_path), "--name", "x"]) == 3
+    capsys.readouterr()
+    states = {norm: load_record(tmp_path / "x" / f"ft-{norm}-0").status for norm in ("bn", "brn", "tbbn")}
+    assert states == {"bn": "finished", "brn": "diverged", "tbbn": "finished"}
 
 
 def test_saving_does_not_change_a_run(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 from tinyrun import finish, tiny
 
 from tbbn.engine import Event, Stepped, TaskEnded, run_lanes
+from tbbn.engine.events import EpochEnded, Position
+from tbbn.engine.lanes import Growth
 from tbbn.errors import UserError
 from tbbn.methods import METHODS
 from tbbn.record import Record, load_record
@@ -132,8 +134,63 @@ def test_lanes_share_their_threads_until_the_last_has_ended_and_put_them_back(th
 
 def test_lanes_that_want_other_threads_or_precision_are_refused() -> None:
     with pytest.raises(
-        UserError, match=r"lanes: runs side by side share precision and threads, got .*; run them apart\."
+        UserError, match=r"lanes: runs side by side share precision, threads and autotune, got .*; run them apart\."
     ):
         run_lanes([tiny(threads=1), tiny(threads=2)], 2)
-    with pytest.raises(UserError, match=r"lanes: runs side by side share precision and threads"):
+    with pytest.raises(UserError, match=r"lanes: runs side by side share precision, threads and autotune"):
         run_lanes([tiny(), tiny(precision="tf32")], 2)
+
+
+def growth(speeds: list[float], limit: int = 8, room: int = 8) -> Growth:
+    """Lanes of which ``n`` together do ``speeds[n - 1]`` epochs of ten steps a second, until they no longer grow."""
+    now = 0.0
+    found = Growth(limit, lambda n: n < room, lambda: now)
+    for _ in range(1000):
+        lanes = found.n
+        for lane in range(lanes):
+            for _ in range(10):
+                found.event(lane, Stepped(Position(), "train", 1, 1, 10))
+        for lane in range(lanes):
+            now += 1 / speeds[lanes - 1]
+            found.event(lane, EpochEnded(Position(), "train", 1, {}, None))
+            if found.n != lanes:
+                break
+        if not found.growing:
+            return found
+    raise AssertionError("it never settled")
+
+
+@pytest.mark.parametrize(
+    ("speeds", "lanes"),
+    [
+        ([1.0, 1.9, 2.5, 2.55, 2.6], 4),  # the fourth did not pay, but it is at work
+        ([1.0, 1.0, 5.0], 2),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 8),
+    ],
+)
+def test_lanes_grow_as_long_as_that_pays(speeds: list[float], lanes: int) -> None:
+    found = growth(speeds)
+    assert found.n == lanes
+    assert found.best == pytest.approx(10 * max(speeds[:lanes]))
+
+
+def test_lanes_do_not_outgrow_the_runs_or_the_memory() -> None:
+    assert growth([1.0, 2.0, 3.0, 4.0], limit=3).n == 3
+    assert growth([1.0, 2.0, 3.0, 4.0], room=2).n == 2
+    assert not Growth(1).growing
+
+
+def test_a_lane_that_ends_while_it_is_measured_spoils_no_measurement() -> None:
+    now = 0.0
+    found = Growth(8, clock=lambda: now)
+    ended = EpochEnded(Position(), "train", 1, {}, None)
+    found.event(0, ended)
+    found.event(0, None)
+    now = 50.0
+    found.event(0, ended)
+    assert found.n == 1 and found.best == 0.0
+
+
+def test_the_number_of_lanes_may_be_left_open() -> None:
+    records = run_lanes([tiny(data__stop_after=1), tiny(data__stop_after=1, seed=1)], None)
+    assert [r.status for r in records] == ["finished", "finished"]

@@ -222,6 +222,51 @@ def test_online_each_image_passes_once(trained: list[Trained]) -> None:
     assert {entry["epoch"] for entry in job.record.history} == {0}
 
 
+def test_online_the_memory_holds_the_new_task_too_unless_only_past_ones_are_asked_for(trained: list[Trained]) -> None:
+    for source in ("all", "past"):
+        trained.clear()
+        job = finish(tiny(data__online=True, batch__memory_from=source))
+        replayed = [torch.cat([s.memory for s in trained if s.shape.past_tasks == t]) for t in range(3)]
+        new = [torch.isin(rows, job.scenario.tasks[t].train).sum() for t, rows in enumerate(replayed)]
+        assert all(len(rows) > 0 for rows in replayed[1:])
+        assert (len(replayed[0]) == 0 and sum(new) == 0) if source == "past" else min(new) > 0
+
+
+@pytest.mark.parametrize("method", ["eeil", "bic", "podnet", "afc"])
+def test_online_a_second_phase_is_one_pass_over_what_was_stored_or_held_out(
+    method: str, trained: list[Trained]
+) -> None:
+    kept: list[set[int]] = []
+
+    def look(job: Run, event: Event) -> None:
+        if isinstance(event, TaskEnded):
+            kept.append(set(job.memory.index.tolist()))
+
+    job = finish(tiny(data__online=True, method__name=method, memory__budget=24), look)
+    assert {entry["epoch"] for entry in job.record.history} == {0}
+    assert len({entry["phase"] for entry in job.record.history}) == 2
+    for task in (1, 2):
+        mine = [step for step in trained if step.shape.past_tasks == task]
+        main = torch.cat([s.index for s in mine if s.loss == "loss"]).tolist()
+        second = torch.cat([s.index for s in mine if s.loss != "loss"]).tolist()
+        if method == "bic":
+            assert not set(main) & set(second) and len(second) == len(set(second))
+        else:
+            assert set(second) <= kept[task], "the rest of the task has gone by"
+        if method in ("podnet", "afc"):
+            assert Counter(second) == Counter(kept[task])
+    longer = tiny(data__online=True, method__name="eeil", method__balanced_epochs=3)
+    assert longer.method.dict() == {"balanced_epochs": 3}
+
+
+def test_online_a_phase_on_the_first_phase_s_batches_stores_nothing_twice(trained: list[Trained]) -> None:
+    plain, again = (
+        finish(tiny(data__online=True, method__name="eeil", **more))
+        for more in ({"method__balanced_epochs": 0}, {"method__unbalanced_phase": True})
+    )
+    assert torch.equal(plain.memory.index, again.memory.index) and plain.memory.seen == again.memory.seen == 72
+
+
 def test_held_out_rows_are_left_to_the_second_phase(trained: list[Trained]) -> None:
     job = finish(tiny(method__name="bic", method__correction_epochs=2, method__held_out=0.3))
     labels = job.scenario.train_labels

@@ -43,7 +43,9 @@ class Trained:
 
 def tiny(**settings: Any) -> RunConfig:
     """The tiny config with these settings over it; a double underscore stands for the dot."""
-    return resolve(("test", {**TINY, **{key.replace("__", "."): value for key, value in settings.items()}}))
+    given = {key.replace("__", "."): value for key, value in settings.items()}
+    once = {"train.epochs": 1} if given.get("data.online") else {}
+    return resolve(("test", {**TINY, **once, **given}))
 
 
 def finish(config: RunConfig, look: Callable[[Run, Event], None] | None = None) -> Run:

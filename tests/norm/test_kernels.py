@@ -29,7 +29,7 @@ on_device = pytest.mark.parametrize(
 EPS, MOMENTUM = 1e-5, 0.1
 
 if INTERPRETED or torch.cuda.is_available():
-    from tbbn.norm import kernels
+    from tbbn.norm import kernels, launches
 
 
 here = pytest.mark.skipif(INTERPRETED, reason="not for the process that interprets")
@@ -116,7 +116,7 @@ def compare(shape, past, device, current=None, dtype=torch.float32, offset=1.0, 
 def whole(request, monkeypatch):
     """Both ways to the moments: in the tile that is normalised, and in a launch of their own."""
     if not request.param:
-        monkeypatch.setattr(kernels, "WHOLE_LIMIT", 0)
+        monkeypatch.setattr(launches, "WHOLE_LIMIT", 0)
 
 
 CASES = {

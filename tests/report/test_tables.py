@@ -155,3 +155,41 @@ def test_an_unknown_format_names_the_nearest() -> None:
         UserError, match=r"unknown format 'latx'; choose one of: csv, latex, md, text\. Did you mean 'latex'"
     ):
         TABLE.render("latx")
+
+
+NASTY = Table(
+    ("name", "A_f %"), (("=cmd()|x", "-1.0"), ("[a](b)*`<i>\\", "@sum"), ("\x1b[31m\nz", "-")), ("a `b`\x07",)
+)
+
+
+def test_what_a_record_says_is_no_markup() -> None:
+    assert NASTY.render("md").splitlines()[2:] == [
+        r"| =cmd()\|x | -1.0 |",
+        r"| \[a](b)\*\`\<i>\\ | @sum |",
+        r"| \\x1b\[31m\\nz | - |",
+        "",
+        r"- `a 'b'\x07`",
+    ]
+
+
+def test_what_a_record_says_is_no_formula_of_a_spreadsheet() -> None:
+    rows = list(csv.reader(io.StringIO(NASTY.render("csv"))))
+    assert rows[1:] == [["'=cmd()|x", "-1.0"], ["[a](b)*`<i>\\", "'@sum"], [r"\x1b[31m\nz", "-"]]
+
+
+def test_what_a_record_says_is_no_argument_of_a_command() -> None:
+    lines = NASTY.render("latex").splitlines()
+    assert lines[4] == r"=cmd()\textbar{}x & -1.0 \\"
+    assert lines[5] == r"{}[a](b)*`\textless{}i\textgreater{}\textbackslash{} & @sum \\"
+
+
+def test_what_a_record_says_stays_on_its_line() -> None:
+    assert NASTY.render("text").splitlines()[4].startswith(r"\x1b[31m\nz")
+
+
+def test_images_left_out_are_counted_and_named() -> None:
+    one, other = record(A), record(B, seed=1)
+    one.skipped, other.skipped = ["a.png", "b.png", "c.png"], ["c.png", "d\n.png"]
+    note = "left out, as they could not be read: 4 image files (a.png, b.png, c.png, ...)."
+    assert summary_table([one, other]).notes[-1] == note
+    assert "left out" not in "".join(summary_table([record(A)]).notes)

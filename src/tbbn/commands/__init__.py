@@ -1,5 +1,5 @@
 """The commands of the command line, by what they do."""
 
-from tbbn.commands import look, proof, train
+from tbbn.commands import data, look, measure, proof, train
 
-MODULES = (train, look, proof)  # in the order of the help
+MODULES = (train, look, proof, data, measure)  # in the order of the help

@@ -8,7 +8,7 @@ import sys
 
 from tbbn.catalogue import LISTS, doctor
 from tbbn.commands.common import Command, run_folders
-from tbbn.errors import choose
+from tbbn.errors import choose, printable
 
 
 def add(command: Command) -> None:
@@ -46,14 +46,17 @@ def _list(chosen: argparse.Namespace) -> int:
 
 def _show(chosen: argparse.Namespace) -> int:
     from tbbn.record import load_record
-    from tbbn.report.tables import accuracy_table, metrics_table
+    from tbbn.report.tables import accuracy_table, metrics_table, skipped_note
 
     record = load_record(chosen.run)
     if chosen.json:
         print(record.to_json(), end="")
         return 0
     config = record.run_config
-    print(f"{config.label}, {config.data.name}, seed {config.seed}: {record.status} {record.message}".rstrip())
+    line = f"{config.label}, {config.data.name}, seed {config.seed}: {record.status} {record.message}"
+    print(printable(line.rstrip()))
+    if record.skipped:
+        print(printable(skipped_note([record])))
     if record.accuracy:
         print()
         print(accuracy_table(record).render(chosen.format))

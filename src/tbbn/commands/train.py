@@ -13,11 +13,23 @@ from typing import Any
 
 from tbbn import config as cfg
 from tbbn.commands.common import EXIT_DIVERGED, EXIT_FAILED, Command, run_folders
-from tbbn.errors import UserError
+from tbbn.errors import UserError, printable
 
 
 def add(command: Command) -> None:
-    run = command("run", _run, "Train and evaluate; without arguments, a demonstration of a minute.", _RUN_EXAMPLE)
+    line = "Train and evaluate; without arguments, a demonstration of a minute."
+    _run_options(command("run", _run, line, _RUN_EXAMPLE), lanes="1")
+    line = "The same for many runs on one GPU: as many at a time as pay."
+    _run_options(command("sweep", _run, line, _SWEEP_EXAMPLE), lanes="auto")
+    line = "Go on with runs that were interrupted; those finished are left as they are."
+    resume = command("resume", _resume, line, "tbbn resume runs/demo")
+    resume.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, or folders of runs")
+    resume.add_argument("--lanes", default="1", help="runs at a time on one device, or auto (default: 1)")
+    resume.add_argument("--json", action="store_true", help="results as JSON")
+    resume.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _run_options(run: argparse.ArgumentParser, lanes: str) -> None:
     run.add_argument("recipe", nargs="?", help="a recipe's name (tbbn list recipes) or a TOML file")
     run.add_argument("--norm", help="norms with commas, options in brackets: bn,cn(groups=8),tbbn")
     run.add_argument("--method", help="methods with commas, options likewise: ft,lucir")
@@ -25,22 +37,16 @@ def add(command: Command) -> None:
     run.add_argument("--seeds", help="a number of seeds, or seeds with commas")
     run.add_argument("--name", help="the folder under --out; made from the settings if not given")
     run.add_argument("--out", default="runs", help="where runs are kept (default: runs)")
-    run.add_argument("--lanes", type=int, default=1, help="runs at a time on one device (default: 1)")
+    run.add_argument("--lanes", default=lanes, help=f"runs at a time on one device, or auto (default: {lanes})")
     run.add_argument("--dry-run", action="store_true", help="check, print config and plan, do nothing")
     run.add_argument("--overwrite", action="store_true", help="run again what is finished, or has another config")
     run.add_argument("--json", action="store_true", help="results as JSON")
     run.add_argument("--quiet", action="store_true", help="no progress")
     run.epilog = f"{_settings_help()}\n\n{run.epilog}"
 
-    line = "Go on with runs that were interrupted; those finished are left as they are."
-    resume = command("resume", _resume, line, "tbbn resume runs/demo")
-    resume.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, or folders of runs")
-    resume.add_argument("--lanes", type=int, default=1, help="runs at a time on one device (default: 1)")
-    resume.add_argument("--json", action="store_true", help="results as JSON")
-    resume.add_argument("--quiet", action="store_true", help="no progress")
-
 
 _RUN_EXAMPLE = "tbbn run --data cifar100 --protocol paper --norm bn,tbbn --seeds 3 --train.epochs 2"
+_SWEEP_EXAMPLE = "tbbn sweep --data cifar100 --protocol paper --method ft,lucir --norm bn,tbbn --seeds 5"
 
 
 def _settings_help() -> str:
@@ -149,12 +155,11 @@ def _work(jobs: list[Any], folder: Path, chosen: argparse.Namespace, *, overwrit
     from tbbn.report.tables import summary_table
     from tbbn.sweep import run_all, stoppable
 
-    if chosen.lanes < 1:
-        raise UserError(f"--lanes must be at least 1, got {chosen.lanes}.")
+    lanes = _lanes(chosen.lanes)
     with progress(jobs, chosen.quiet) as shown, stoppable() as stop:
         records = run_all(
             jobs,
-            lanes=chosen.lanes,
+            lanes=lanes,
             on_start=shown.start,
             on_event=shown.event,
             on_end=shown.end,
@@ -164,17 +169,25 @@ def _work(jobs: list[Any], folder: Path, chosen: argparse.Namespace, *, overwrit
     if chosen.json:
         print(json.dumps([_summary(job, record) for job, record in zip(jobs, records, strict=True)], indent=1))
     else:
-        print(summary_table(records).render("text"))
-        print(f"\none run: tbbn show {jobs[0].directory}")
+        print(summary_table(records).render("text") + "\n")
+        print(printable(f"one run: tbbn show {jobs[0].directory}"))
     try:
         from tbbn.report.plots import accuracy_curves
 
         picture = accuracy_curves(records, folder / "accuracy.png")
-        print(f"accuracy curves: {picture}", file=sys.stderr if chosen.json else sys.stdout)
+        print(printable(f"accuracy curves: {picture}"), file=sys.stderr if chosen.json else sys.stdout)
     except UserError as error:
         print(f"tbbn: {error}", file=sys.stderr)
     states = {record.status for record in records}
     return EXIT_FAILED if "failed" in states else EXIT_DIVERGED if "diverged" in states else 0
+
+
+def _lanes(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--lanes must be a number from 1, or auto, got {text!r}.")
+    return int(text)
 
 
 def _summary(job: Any, record: Any) -> dict[str, Any]:

@@ -116,13 +116,15 @@ def stream_blocks(
     ratio: tuple[int, int] = (3, 1),
     last: str = "short",
     past_only: bool = False,
+    without: Tensor | None = None,
     generator: torch.Generator,
 ) -> tuple[list[Block], Reservoir]:
     """A single pass over `current` with a memory that takes in each batch after its step, and that memory afterwards.
 
     What a reservoir holds depends on the stream and the generator alone, never on the network, so that the whole pass
     can be planned. A step draws its memory rows without replacement (with fewer rows than their part they repeat); it
-    has none while the reservoir is empty. `past_only` draws only rows stored before this pass.
+    has none while the reservoir is empty. `past_only` draws only rows stored before this pass; rows in `without` are stored
+    but not drawn.
     """
     n_current, n_memory = parts(batch_size, ratio)
     steps = n_steps(len(current), 0, batch_size=batch_size, ratio=ratio, last=last, stream=True)
@@ -134,6 +136,7 @@ def stream_blocks(
     for batch in order.split(min(n_current, len(order)))[:steps]:
         # A row keeps its slot until it is replaced: what has not changed since the start is of the past.
         stored = before[state.index[: len(before)] == before] if past_only else state.index
+        stored = stored if without is None else stored[~torch.isin(stored, without)]
         replayed = stored[_walk(len(stored), n_memory, 1, generator)[0]] if len(stored) else stored
         batches.append((torch.cat([batch, replayed]), len(batch), len(replayed)))
         state = state.update(batch, generator)

@@ -12,6 +12,7 @@ from tbbn.data.files import Contents, Split
 from tbbn.errors import UserError
 
 _SEED = 2023
+_MOST_BYTES = 2**32  # some dozens of times as much is needed while they are made
 
 
 def digits() -> Contents:
@@ -35,13 +36,16 @@ def synthetic(spec: str = "20x40x10x16") -> Contents:
     A class is a smooth colour pattern. An image of it is the pattern moved by up to an eighth, under a smooth pattern
     of its own and pixel noise.
     """
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", spec)
+    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})x(\d{1,9})", spec, re.ASCII)
     n_classes, n_train, n_test, size = (int(number) for number in match.groups()) if match else (0, 0, 0, 0)
     if min(n_classes, n_train, n_test) < 1 or size < 4:
         raise UserError(
             "synthetic: needs CLASSESxTRAINxTESTxSIZE with a size of at least 4, such as synthetic:10x20x5x8, "
             f"got {spec!r}"
         )
+    n_bytes = n_classes * (n_train + n_test) * 3 * size**2
+    if n_bytes > _MOST_BYTES:
+        raise UserError(f"synthetic: {spec} is {n_bytes} bytes of images; at most {_MOST_BYTES} are made")
     generator = Generator().manual_seed(_SEED)
     patterns = _smooth(n_classes, size, generator)
     train, test = (_draw(patterns, n, generator) for n in (n_train, n_test))

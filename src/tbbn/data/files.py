@@ -10,6 +10,7 @@ import gzip
 import importlib
 import io
 import pickle
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tbbn.data.packed import Stored
 from tbbn.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Images (N, C, H, W) uint8 and labels (N,) int64, the data set's own class ids."""
+    """Images (N, C, H, W) uint8, packed ones on the disk, and labels (N,) int64, the data set's own class ids."""
 
-    images: Tensor
+    images: Tensor | Stored
     labels: Tensor
 
 
@@ -36,6 +38,7 @@ class Contents:
     train: Split
     test: Split
     classes: tuple[str, ...]
+    skipped: tuple[str, ...] = ()  # image files left out because they cannot be read
 
 
 # What a pickled array or the plain Python types ask for, by every numpy and both Pythons.
@@ -66,15 +69,24 @@ def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes
         if data is None or ids is None:
             raise UserError(f"{folder / batch}: needs the entries 'data' and {label_key!r}, has: {', '.join(content)}")
         try:
-            pixels = torch.as_tensor(data).reshape(len(ids), 3, 32, 32)
-            own_labels = torch.as_tensor(ids, dtype=torch.int64)
-        except (TypeError, ValueError, RuntimeError) as error:
+            own_labels = _whole(ids)
+            pixels = torch.as_tensor(data).reshape(len(own_labels), 3, 32, 32)
+        except Exception as error:  # whatever torch stumbles over
             raise UserError(
-                f"{folder / batch}: 'data' must be ({len(ids)}, 3072) uint8 and {label_key!r} whole numbers"
+                f"{folder / batch}: 'data' must be (N, 3072) uint8 and {label_key!r} a list of N whole numbers"
             ) from error
+        _checked(folder / batch, pixels, own_labels, n_classes)
         images.append(pixels)
         labels.append(own_labels)
-    return _checked(folder / batches[0], torch.cat(images), torch.cat(labels), n_classes)
+    return Split(torch.cat(images), torch.cat(labels))
+
+
+def _whole(values: Any) -> Tensor:
+    """A row of whole numbers as int64; numbers with a fraction are refused, not cut."""
+    row = torch.as_tensor(values) if len(values) else torch.empty(0, dtype=torch.int64)
+    if row.dim() != 1 or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
+        raise ValueError(f"needs a row of whole numbers, got {tuple(row.shape)} {row.dtype}")
+    return row.long()
 
 
 def read_cifar_names(file: Path, key: str, n_classes: int) -> tuple[str, ...]:
@@ -91,8 +103,9 @@ def read_idx(folder: Path, part: str, n_classes: int) -> Split:
     """One split of MNIST's kind: `{part}-images-idx3-ubyte` and `{part}-labels-idx1-ubyte`, plain or gzipped."""
     file = idx_file(folder, f"{part}-images-idx3-ubyte")
     images = _read_idx_file(file, 3)
-    labels = _read_idx_file(idx_file(folder, f"{part}-labels-idx1-ubyte"), 1)
-    return _checked(file, images.unsqueeze(1), labels.long(), n_classes)
+    labels_file = idx_file(folder, f"{part}-labels-idx1-ubyte")
+    labels = _read_idx_file(labels_file, 1)
+    return _checked(file, images.unsqueeze(1), labels.long(), n_classes, labels_file)
 
 
 def idx_file(folder: Path, name: str) -> Path:
@@ -108,10 +121,14 @@ def read_svhn(file: Path) -> Split:
         raise UserError(f"{file}: scipy is required to read it; pip install scipy") from error
     try:
         content = scipy_io.loadmat(str(file))
-        images = torch.as_tensor(content["X"]).permute(3, 2, 0, 1).contiguous()
-        labels = torch.as_tensor(content["y"].astype("int64")).flatten() % 10
     except Exception as error:  # loadmat raises whatever its parser stumbles over
         raise _unreadable(file, error) from error
+    try:
+        images = torch.as_tensor(content["X"]).permute(3, 2, 0, 1).contiguous()
+        labels = torch.as_tensor(content["y"].astype("int64")).flatten()
+    except Exception as error:
+        raise UserError(f"{file}: needs X of (32, 32, 3, N) uint8 and y of N whole numbers, from 1 to 10") from error
+    labels = torch.where(labels == 10, 0, torch.where(labels == 0, 10, labels))  # a stored 0 is as wrong as an 11
     return _checked(file, images, labels, 10)
 
 
@@ -119,15 +136,17 @@ def read_stl10(folder: Path, part: str) -> Split:
     """One labelled split of STL-10: columns of 96x96 RGB images, labels from 1."""
     import numpy
 
-    file = folder / f"{part}_X.bin"
-    pixels = torch.from_numpy(numpy.fromfile(file, dtype=numpy.uint8))
+    file, labels_file = folder / f"{part}_X.bin", folder / f"{part}_y.bin"
+    try:
+        pixels, stored = (torch.from_numpy(numpy.fromfile(f, dtype=numpy.uint8)) for f in (file, labels_file))
+    except OSError as error:
+        raise _unreadable(Path(error.filename or file), error) from error
     if pixels.numel() == 0 or pixels.numel() % (3 * 96 * 96):
         raise UserError(
             f"{file}: {pixels.numel()} bytes are no whole number of 3x96x96 images; delete it and try again"
         )
     images = pixels.view(-1, 3, 96, 96).transpose(2, 3).contiguous()
-    labels = torch.from_numpy(numpy.fromfile(folder / f"{part}_y.bin", dtype=numpy.uint8)).long() - 1
-    return _checked(file, images, labels, 10)
+    return _checked(file, images, stored.long() - 1, 10, labels_file)
 
 
 def _unpickle(file: Path) -> dict[str, Any]:
@@ -153,7 +172,7 @@ def _read_idx_file(file: Path, n_dimensions: int) -> Tensor:
         content = file.read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.GzipFile(fileobj=io.BytesIO(content)).read()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(file, error) from error
     start = 4 + 4 * n_dimensions
     sizes = [int.from_bytes(content[place : place + 4], "big") for place in range(4, start, 4)]
@@ -162,10 +181,12 @@ def _read_idx_file(file: Path, n_dimensions: int) -> Tensor:
         n_values *= size
     if content[:4] != bytes([0, 0, 8, n_dimensions]) or len(content) != start + n_values:
         raise UserError(f"{file}: is not a whole idx file of {n_dimensions} dimensions; delete it and try again")
+    if not n_values:
+        raise UserError(f"{file}: holds no values: its sizes are {'x'.join(map(str, sizes))}; delete it and try again")
     return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(sizes)
 
 
-def _checked(file: Path, images: Tensor, labels: Tensor, n_classes: int) -> Split:
+def _checked(file: Path, images: Tensor, labels: Tensor, n_classes: int, labels_file: Path | None = None) -> Split:
     if images.dtype != torch.uint8:
         raise UserError(f"{file}: the images must be uint8, are {str(images.dtype).removeprefix('torch.')}")
     if len(images) != len(labels):
@@ -174,10 +195,12 @@ def _checked(file: Path, images: Tensor, labels: Tensor, n_classes: int) -> Spli
         raise UserError(f"{file}: holds no images")
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= n_classes:
-        raise UserError(f"{file}: labels must lie in 0..{n_classes - 1}, go from {low} to {high}")
+        raise UserError(f"{labels_file or file}: labels must lie in 0..{n_classes - 1}, go from {low} to {high}")
     return Split(images, labels)
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(",")
+    if isinstance(error, OSError) and error.strerror:
+        reason = error.strerror  # without the path, which is said already
     return UserError(f"{file}: cannot be read ({reason}); delete it and try again")

@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+import stat
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # images decoded so far, images in all
 
+UNREADABLE = ("fail", "skip")  # what to do with an image file that cannot be read
 _PACKED_FROM = 1 << 30  # bytes of decoded images above which they are kept on disk
 _AT_ONCE = 64  # images a thread decodes before it reports: small ones cost less than the report
 
@@ -45,14 +49,52 @@ def decode(
     size: int | None = None,
     channels: int = 3,
     pack: Path | None = None,
+    unreadable: str = "fail",
     on_progress: Progress | None = None,
-) -> Split:
-    """The images of a listing as one tensor.
+) -> tuple[Split, tuple[Path, ...]]:
+    """The images of a listing as one tensor, and the files left out of it.
 
     With `size`, the shorter side of an image of another size becomes `size` and the centre square is kept. Without it,
-    all images must be of one size. `pack` is the stem of the packed file, kept above 1 GiB of images.
+    all images must be of one size. `pack` is the stem of the packed file, kept above 1 GiB of images. Files that cannot
+    be read are named and counted in one error, or left out if `unreadable` is "skip".
     """
-    first = _open(listing.files[0], channels, size)
+    with _pil_silenced():
+        try:
+            return _decode(listing, owner, size, channels, pack, on_progress), ()
+        except _SomeUnreadable as error:
+            broken = error.broken
+            if unreadable == "fail" or len(broken) == len(listing.files):
+                raise UserError(_complaint(owner, listing, broken)) from None
+    good = [i for i in range(len(listing.files)) if i not in broken]
+    rest = Listing(tuple(listing.files[i] for i in good), tuple(listing.labels[i] for i in good))
+    split, _ = decode(rest, owner, size=size, channels=channels, pack=pack, on_progress=on_progress)
+    return split, tuple(listing.files[i] for i in sorted(broken))
+
+
+class Unreadable(UserError):
+    """A file that is no readable image."""
+
+
+class _SomeUnreadable(Exception):
+    """Files of a listing that cannot be read: for the place of each, what is said about it."""
+
+    def __init__(self, broken: dict[int, str]) -> None:
+        super().__init__(broken)
+        self.broken = broken
+
+
+def _complaint(owner: str, listing: Listing, broken: dict[int, str]) -> str:
+    first = broken[min(broken)]
+    if len(broken) == len(listing.files):
+        return f"{first}; nor is any other image of this part of {owner}" if len(broken) > 1 else first
+    count = f"; {len(broken)} of {len(listing.files)} are not" if len(broken) > 1 else ""
+    return f"{first}{count}; mend or remove, or leave out with data.unreadable = 'skip'"
+
+
+def _decode(
+    listing: Listing, owner: str, size: int | None, channels: int, pack: Path | None, on_progress: Progress | None
+) -> Split:
+    first = _first(listing, channels, size)
     shape = torch.Size((len(listing.files), channels, first.size[1], first.size[0]))
     labels = torch.tensor(listing.labels)
     if pack is None or shape.numel() < _PACKED_FROM:
@@ -61,7 +103,7 @@ def decode(
         return Split(images, labels)
     file = _packed_file(pack, listing, shape)
     if not file.exists() and not _has_room(file.parent, shape.numel()):
-        return decode(listing, owner, size=size, channels=channels, on_progress=on_progress)
+        return _decode(listing, owner, size, channels, None, on_progress)
     if not file.exists():
         partial = file.with_name(f"{file.name}.{os.getpid()}")
         try:
@@ -74,12 +116,28 @@ def decode(
     return Split(_mapped(file, shape, shared=False), labels)
 
 
+def _first(listing: Listing, channels: int, size: int | None) -> Image:
+    """The first image that can be read: it says how large all of them must be."""
+    broken = {}
+    for place, file in enumerate(listing.files):
+        try:
+            return open_image(file, channels, size)
+        except Unreadable as error:
+            broken[place] = str(error)
+    raise _SomeUnreadable(broken)
+
+
 def _fill(images: Tensor, listing: Listing, owner: str, size: int | None, on_progress: Progress | None) -> None:
-    """Decode every file of the listing into its row of `images` (N, C, H, W)."""
+    """Decode every file of the listing into its row of `images` (N, C, H, W); goes on after one that cannot be read."""
     n, channels, height, width = images.shape
+    broken: dict[int, str] = {}
 
     def put(index: int) -> None:
-        image = _open(listing.files[index], channels, size)
+        try:
+            image = open_image(listing.files[index], channels, size)
+        except Unreadable as error:
+            broken[index] = str(error)
+            return
         if image.size != (width, height):
             raise UserError(
                 f"{owner}: images differ in size ({width}x{height} and {image.size[0]}x{image.size[1]}: "
@@ -98,13 +156,15 @@ def _fill(images: Tensor, listing: Listing, owner: str, size: int | None, on_pro
         for done in pool.map(put_some, range(0, n, _AT_ONCE)):
             if on_progress is not None:
                 on_progress(done, n)
+    if broken:
+        raise _SomeUnreadable(broken)
 
 
 def _packed_file(pack: Path, listing: Listing, shape: torch.Size) -> Path:
     """The packed file of exactly these images: its name holds a digest of paths, lengths, times and shape."""
     digest = hashlib.sha256(repr(tuple(shape)).encode())
     for file in listing.files:
-        state = file.stat()
+        state = file.stat() if file.exists() else os.lstat(file)  # a link to nowhere is found unreadable later
         digest.update(f"{file.relative_to(pack.parent)}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
     return pack.with_name(f"{pack.name}-{shape[3]}-{digest.hexdigest()[:16]}.u8")
 
@@ -118,18 +178,32 @@ def _mapped(file: Path, shape: torch.Size, *, shared: bool) -> Tensor:
     return torch.from_file(str(file), shared=shared, size=shape.numel(), dtype=torch.uint8).view(shape)
 
 
-def _open(file: Path, channels: int, size: int | None) -> Image:
-    """The decoded image in 8 bits a channel, cut to `size` if given."""
+def open_image(file: Path, channels: int, size: int | None) -> Image:
+    """The decoded image in 8 bits a channel, cut to `size` if given; raises `Unreadable`."""
     import PIL.Image
 
     try:
+        if not stat.S_ISREG(file.stat().st_mode):  # a pipe would be waited for
+            raise ValueError("not a file")
         with PIL.Image.open(file) as image:
             return _fitted(_plain(image, "L" if channels == 1 else "RGB"), size)
     except FileNotFoundError as error:
-        raise UserError(f"{file}: does not exist") from error
-    except (OSError, ValueError, SyntaxError, EOFError, PIL.Image.DecompressionBombError) as error:
+        raise Unreadable(f"{file}: does not exist") from error
+    except Exception as error:  # PIL's parsers raise whatever they stumble over
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{file}: is not a readable image ({reason})") from error
+        if isinstance(error, PIL.UnidentifiedImageError):
+            reason = "of no known format"
+        elif isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
+        raise Unreadable(f"{file}: is not a readable image ({reason})") from error
+
+
+@contextmanager
+def _pil_silenced() -> Iterator[None]:
+    """PIL warns of what it reads all the same: of damaged EXIF data, of very large images."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _plain(image: Image, mode: str) -> Image:
@@ -138,6 +212,8 @@ def _plain(image: Image, mode: str) -> Image:
 
     if image.mode.startswith("I"):  # 16 bits, also where PIL holds them in 32
         values = numpy.asarray(image).astype(numpy.float64) / 257
+        if values.size and not 0 <= values.min() <= values.max() <= 255:
+            raise ValueError("values beyond 16 bits have no known range")
         image = PIL.Image.fromarray(numpy.clip(values.round(), 0, 255).astype(numpy.uint8))
     elif image.mode == "F":
         raise ValueError("floating-point images have no known range")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from tbbn.data import files
+from tbbn.data import archives, files
 from tbbn.data.files import Contents
 from tbbn.errors import UserError
 from tbbn.vision import torchvision
@@ -36,6 +37,10 @@ class Official:
     place: str  # what a person puts under the root
     read: Callable[[Path], Contents]
     download: Callable[[ModuleType, str], object]
+    archive: str = ""  # the published archive of them all, where there is one
+
+    def lies_packed_under(self, root: Path) -> bool:
+        return bool(self.archive) and (root / self.archive).exists()
 
     def lies_under(self, root: Path) -> bool:
         return all((root / path).exists() or (root / f"{path}.gz").exists() for path in self.paths)
@@ -78,6 +83,15 @@ def _stl10(root: Path) -> Contents:
     return Contents(files.read_stl10(folder, "train"), files.read_stl10(folder, "test"), _STL10)
 
 
+def _download_archive(datasets: ModuleType, kind: str, root: str) -> None:
+    """Download the archive of one of torchvision's data sets, checked against its hash.
+
+    It is unpacked here: torchvision's own class would also load the pickles inside, with all they may do.
+    """
+    published = getattr(datasets, kind)
+    datasets.utils.download_url(published.url, root, published.filename, published.tgz_md5)
+
+
 # Mean and standard deviation: CIFAR-100's are those of the paper's code; the others are the usual published values of
 # the training images.
 OFFICIAL = {
@@ -87,7 +101,8 @@ OFFICIAL = {
         tuple(f"cifar-10-batches-py/{batch}" for batch in (*_CIFAR10_BATCHES, "test_batch")),
         "cifar-10-batches-py/ (data_batch_1 to data_batch_5, test_batch, batches.meta)",
         _cifar10,
-        lambda datasets, root: datasets.CIFAR10(root, download=True),
+        lambda datasets, root: _download_archive(datasets, "CIFAR10", root),
+        "cifar-10-python.tar.gz",
     ),
     "cifar100": Official(
         "100 classes, 50 000 + 10 000 images of 32x32: the paper's main data set",
@@ -95,7 +110,8 @@ OFFICIAL = {
         ("cifar-100-python/train", "cifar-100-python/test"),
         "cifar-100-python/ (train, test, meta)",
         _cifar100,
-        lambda datasets, root: datasets.CIFAR100(root, download=True),
+        lambda datasets, root: _download_archive(datasets, "CIFAR100", root),
+        "cifar-100-python.tar.gz",
     ),
     "mnist": Official(
         "10 handwritten digits, 60 000 + 10 000 grey images of 28x28",
@@ -127,30 +143,52 @@ OFFICIAL = {
         tuple(f"stl10_binary/{part}_{half}.bin" for part in ("train", "test") for half in "Xy"),
         "stl10_binary/ (train_X.bin, train_y.bin, test_X.bin, test_y.bin)",
         _stl10,
-        lambda datasets, root: datasets.STL10(root, split="train", download=True),
+        lambda datasets, root: _download_archive(datasets, "STL10", root),
+        "stl10_binary.tar.gz",
     ),
 }
 
 
 def fetch(name: str, root: Path, *, download: bool) -> None:
-    """Download a data set into `root` with torchvision's downloader, silently.
+    """Unpack the data set's archive where that lies under `root`; else download it there with torchvision, silently.
 
     If that fails, the error says what to place where.
     """
     official = OFFICIAL[name]
-    reason = "downloads are off"
-    if download:
+    reason, there = "downloads are off", root.exists()
+    if download and not official.lies_packed_under(root):
         reason = "the download left none"
         try:
             with _quiet(), _patience(_PATIENCE):
                 root.mkdir(parents=True, exist_ok=True)
                 official.download(torchvision().datasets, str(root))
-        except Exception as error:  # the network, the archive, the disk: for the user it is one thing
+        except Exception as error:  # the network, the hash, the disk: for the user it is one thing
             lines = str(error).strip().splitlines()
             reason = f"the download failed: {lines[0][:160] if lines else type(error).__name__}"
-        if official.lies_under(root):
-            return
-    raise UserError(f"{name}: no data under {root} ({reason}); place {official.place} there")
+            _tidy(official, root, there)
+        except BaseException:
+            _tidy(official, root, there)
+            raise
+    if official.lies_packed_under(root):
+        archives.unpack(root / official.archive, root, official.paths[0].split("/")[0], official.paths)
+    if not official.lies_under(root):
+        place = official.place + (f" or {official.archive}" if official.archive else "")
+        raise UserError(f"{name}: no data under {root} ({reason}); place {place} there")
+
+
+def _tidy(official: Official, root: Path, there: bool) -> None:
+    """Take away what a download that failed has left: a part of an archive would be taken for the whole next time."""
+    if official.archive:
+        (root / official.archive).unlink(missing_ok=True)
+    if not there:
+        _remove_empty(root)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Take away folders that hold nothing: what a download has made before it failed."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
 
 
 @contextlib.contextmanager

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from tbbn.config import RunConfig
-from tbbn.data import sources
 from tbbn.data.batches import n_steps, parts
 from tbbn.data.memory import ExemplarMemory
-from tbbn.engine.check import check, make_memory, ratio
+from tbbn.engine.check import check, check_memory, load_source, make_memory, ratio
 from tbbn.engine.run import scenario_of
 from tbbn.methods import Method
 from tbbn.norm import splits
@@ -36,19 +35,21 @@ class TaskForecast:
 def forecast(config: RunConfig) -> list[TaskForecast]:
     """One entry a task; later phases of a method are not counted."""
     method = check(config)
-    source = sources.load(
-        config.data.name, config.data.root, download=config.data.download, size=config.data.size or None
-    )
+    source = load_source(config)
     scenario = scenario_of(config, source)
     store = make_memory(config)
+    check_memory(method, store, scenario, source)
     sizes = torch.bincount(torch.cat([scenario.train_labels[t.train] for t in scenario.tasks])).tolist()
     stream = config.data.online and not method.all_data
     entries: list[TaskForecast] = []
     kept: list[float] = []  # exemplars of each class
     for task in scenario.tasks:
         images = sum(sizes[: task.classes.stop]) if method.all_data else len(task.train)
-        replays = bool(kept) or (stream and method.uses_memory and store.budget > 0)
+        stores = stream and method.uses_memory and store.budget > 0
+        replays = bool(kept) or (stores and config.batch.memory_from == "all")
         current, memory = _layout(config, method, task.number, replays)
+        if stream:  # cut by the current part from its first step, whether something is stored or not
+            current = parts(config.batch.size, ratio(config))[0]
         rule = config.norm.dict().get("rule", "paper")
         new, old = _left_to_train(method, sizes[task.classes.start : task.classes.stop], kept)
         new = images if method.all_data else new

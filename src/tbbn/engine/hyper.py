@@ -59,30 +59,33 @@ class settings:
     """
 
     inside = 0
-    before: tuple[int, str, bool, bool]
+    before: tuple[int, str, bool, bool, bool]
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.threads = config.threads
         self.on_gpu = device.type == "cuda"
         self.tf32 = config.precision != "fp32"
+        self.autotune = config.autotune
 
     def __enter__(self) -> None:
         cudnn = torch.backends.cudnn
         if not settings.inside:
             precision = torch.get_float32_matmul_precision()
-            settings.before = torch.get_num_threads(), precision, cudnn.allow_tf32, cudnn.deterministic
+            now = cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
+            settings.before = torch.get_num_threads(), precision, *now
         settings.inside += 1
         if self.threads:
             torch.set_num_threads(self.threads)
         if self.on_gpu:
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-            cudnn.allow_tf32, cudnn.deterministic = self.tf32, True
+            cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = self.tf32, True, self.autotune
 
     def __exit__(self, *_: object) -> None:
         settings.inside -= 1
         if not settings.inside:
-            threads, precision, tf32, deterministic = settings.before
+            threads, precision, *before = settings.before
             torch.set_num_threads(threads)
             if self.on_gpu:
+                cudnn = torch.backends.cudnn
                 torch.set_float32_matmul_precision(precision)
-                torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = tf32, deterministic
+                cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before

@@ -14,13 +14,71 @@ from pathlib import Path
 import torch
 
 from tbbn.config import RunConfig
-from tbbn.engine.events import Event, Waiting
+from tbbn.engine.events import EpochEnded, Event, Stepped, Waiting
 from tbbn.engine.run import Run
 from tbbn.errors import UserError
 from tbbn.record import Record, new_record
 
 OnEvent = Callable[[int, Event], None]
 Stop = Callable[[], bool]
+MOST = 16  # lanes that are tried where their number is to be found
+
+
+class Growth:
+    """How many lanes pay, found while they work: one more as long as that made all of them together faster by 5 %.
+
+    Epochs' ends are counted, not steps: a step is enqueued long before it is done. After each growth the new lane's first
+    epoch, in which it is captured, passes unmeasured; then every lane does at least one whole epoch.
+    """
+
+    def __init__(
+        self, limit: int, room: Callable[[int], bool] = lambda n: True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.n, self.limit, self.room, self.clock = 1, limit, room, clock
+        self.best = 0.0  # steps a second
+        self.growing = limit > 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self.enqueued: dict[int, int] = {}  # steps of each lane since its last epoch's end
+        self.ends: dict[int, int] = {}  # epochs each lane has ended
+        self.since: float | None = None
+        self.steps = 0
+
+    def event(self, lane: int, event: Event | None) -> None:
+        """Take notice of a lane's event; None is its end, after which what was being measured begins again."""
+        if not self.growing:
+            return
+        if event is None:
+            self._begin()
+        elif isinstance(event, Stepped):
+            self.enqueued[lane] = self.enqueued.get(lane, 0) + 1
+        elif isinstance(event, EpochEnded):
+            done, self.enqueued[lane] = self.enqueued.get(lane, 0), 0
+            self.ends[lane] = self.ends.get(lane, 0) + 1
+            now = self.clock()
+            if self.since is not None:
+                self.steps += done
+                self._judge(now)
+            elif len(self.ends) >= self.n:
+                self.since, self.ends = now, dict.fromkeys(self.ends, 0)
+
+    def _judge(self, now: float) -> None:
+        assert self.since is not None
+        if min(self.ends.values()) < 1 or now - self.since < 1.0:
+            return
+        speed = self.steps / (now - self.since)
+        self.growing = speed > 1.05 * self.best and self.n < self.limit and self.room(self.n)
+        self.best = max(self.best, speed)
+        if self.growing:
+            self.n += 1
+            self._begin()
+
+
+def _room(n: int) -> bool:
+    """Whether the device has memory for one more lane like the ``n`` there are, and half of one to spare."""
+    free, _ = torch.cuda.mem_get_info()
+    return free > 1.5 * torch.cuda.max_memory_reserved() / n
 
 
 class Lane:
@@ -33,6 +91,7 @@ class Lane:
         self.job: Run | None = None
         self.events: Iterator[Event] | None = None
         self.record: Record | None = None
+        self.mistake: UserError | None = None  # why the run could not begin
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
@@ -44,7 +103,7 @@ class Lane:
                 if torch.cuda.is_available() and self.config.device != "cpu":
                     self.stream = torch.cuda.Stream()
                 with self._on_stream():
-                    self.job = Run(self.config)
+                    self.job = self._begun()
                     self.events = self.job.recorded(self.directory, stop=self.stop)
             with self._on_stream():
                 event = next(self.events)
@@ -56,15 +115,26 @@ class Lane:
         except Exception as error:  # one lane's failure must not end the others
             self.record = self.job.record if self.job is not None else new_record(self.config)
             self.record.status, self.record.message = "failed", f"{type(error).__name__}: {error}"
-            if self.directory is not None:
-                self.record.save(self.directory)
+            if self.mistake is None:
+                self.save()
         self.job = self.events = None
         return None
+
+    def _begun(self) -> Run:
+        try:
+            return Run(self.config)
+        except UserError as error:
+            self.mistake = error
+            raise
+
+    def save(self) -> None:
+        if self.directory is not None and self.record is not None:
+            self.record.save(self.directory)
 
 
 def run_lanes(
     configs: Sequence[RunConfig],
-    n_lanes: int,
+    n_lanes: int | None,
     *,
     directories: Sequence[Path] | None = None,
     on_event: OnEvent | None = None,
@@ -73,20 +143,27 @@ def run_lanes(
 ) -> list[Record]:
     """Do the runs, ``n_lanes`` at a time; records in the order of the configs, each equal to that of the run alone.
 
-    Once ``stop`` says yes the runs at work save themselves and end as "interrupted", and no other begins.
+    None finds the number of lanes while they work, on a GPU; a CPU is busy with one.
+    Once ``stop`` says yes the runs at work save themselves and end as "interrupted", and no other begins. Where none of the
+    runs could begin, the first one's mistake is raised and nothing is written.
     """
-    shared = {(config.precision, config.threads) for config in configs}
+    shared = {(config.precision, config.threads, config.autotune) for config in configs}
     if len(shared) > 1:
-        raise UserError(f"lanes: runs side by side share precision and threads, got {sorted(shared)}; run them apart.")
+        raise UserError(
+            f"lanes: runs side by side share precision, threads and autotune, got {sorted(shared)}; run them apart."
+        )
     places: Sequence[Path | None] = directories if directories is not None else [None] * len(configs)
     waiting = [Lane(i, config, place, stop) for i, (config, place) in enumerate(zip(configs, places, strict=True))]
     waiting.reverse()
     active: list[Lane] = []
+    mistaken: list[Lane] = []
     records: dict[int, Record] = {}
+    on_gpu = torch.cuda.is_available() and all(config.device != "cpu" for config in configs)
+    growth = Growth(min(len(configs), MOST) if n_lanes is None and on_gpu else 1, _room)
     while waiting or active:
         if stop is not None and stop():
             waiting.clear()
-        while waiting and len(active) < n_lanes:
+        while waiting and len(active) < (growth.n if n_lanes is None else n_lanes):
             active.append(waiting.pop())
         moved = False
         for lane in list(active):
@@ -94,6 +171,7 @@ def run_lanes(
                 continue
             moved = True
             event = lane.advance()
+            growth.event(lane.number, event)
             if event is not None:
                 if on_event is not None:
                     on_event(lane.number, event)
@@ -101,10 +179,19 @@ def run_lanes(
             active.remove(lane)
             assert lane.record is not None
             records[lane.number] = lane.record
-            if on_end is not None:
+            if lane.mistake is not None:
+                mistaken.append(lane)
+            elif on_end is not None:
                 on_end(lane.number, lane.record)
         if not moved:
             time.sleep(5e-5)
+    if mistaken and len(mistaken) == len(configs):
+        assert mistaken[0].mistake is not None
+        raise mistaken[0].mistake
+    for lane in mistaken:
+        lane.save()
+        if on_end is not None:
+            on_end(lane.number, records[lane.number])
     return [records[i] if i in records else _not_begun(config) for i, config in enumerate(configs)]
 
 

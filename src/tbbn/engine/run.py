@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from tbbn.data import sources
 from tbbn.data.augment import augmentation
 from tbbn.data.batches import parts
 from tbbn.data.scenario import Scenario, Task, make_scenario
+from tbbn.data.stream import placed
 from tbbn.engine import check, checkpoint, state
 from tbbn.engine.evaluate import evaluate, evaluated_rows, task_of_class
 from tbbn.engine.events import Diverged, EpochEnded, Event, Position, Stepped, TaskEnded, Waiting
@@ -32,7 +34,7 @@ from tbbn.engine.step import Captured, Images, Shape, Step, eager, read_totals
 from tbbn.errors import UserError
 from tbbn.methods import Phase
 from tbbn.models import Network, backbone
-from tbbn.norm import convert, splits
+from tbbn.norm import convert, is_balanced, native, splits
 from tbbn.record import Record, new_record
 
 
@@ -46,9 +48,10 @@ def run(
 ) -> Record:
     """Train and evaluate; the record says how it ended.
 
-    With a directory the run is kept there: saved at the end of an epoch if the last time was ``every`` seconds ago, and after
-    each task. A directory that holds an unfinished run of the same config is continued where it was saved. ``stop`` is asked
-    after each step: once it says yes, the run saves itself and ends as "interrupted".
+    With a directory the run is kept there: saved at the end of an epoch if the last time was ``every`` seconds ago (where
+    saving is slow, a hundred times as long as it took; at 0, after each epoch), and after each task. A directory that holds
+    an unfinished run of the same config is continued where it was saved. ``stop`` is asked after each step: once it says
+    yes, the run saves itself and ends as "interrupted".
     """
     job = Run(config)
     for event in job.recorded(None if directory is None else Path(directory), every, stop):
@@ -68,7 +71,7 @@ class Run:
         on_gpu = self.device.type == "cuda" and config.precision != "bf16"
         self.memory_format = torch.contiguous_format if on_gpu else torch.channels_last
         data = config.data
-        self.source = sources.load(data.name, data.root, download=data.download, size=data.size or None)
+        self.source = check.load_source(config)
         self.scenario = scenario_of(config, self.source)
         for task in self.scenario.tasks:  # said now, not when the task has been trained
             evaluated_rows(config, task)
@@ -81,14 +84,16 @@ class Run:
         self.strong = augmentation("strong", crop=data.crop or None)
         self.train_data, self.test_data = self._images("train"), self._images("test")
         self.memory = check.make_memory(config)
-        if self.method.uses_memory:
-            # A budget too small for the classes is an error now, not when the last of them arrive.
-            self.memory.quota(self.scenario.n_classes)
+        check.check_memory(self.method, self.memory, self.scenario, self.source)
         self.network = self.make_network()
         self.previous: Network | None = None
         self.record = new_record(config)
+        self.record.environment["device"] = self.device.type
+        if self.device.type == "cpu" and is_balanced(self.network):  # its last bits depend on it
+            self.record.environment["cpu_kernel"] = native.status()
         self.record.class_order = list(self.scenario.class_order)
         self.record.task_sizes = list(self.scenario.task_sizes)
+        self.record.skipped = list(self.source.skipped)
         self.position = Position()
         self.optimizer: torch.optim.Optimizer | None = None
         self.rows: Rows | None = None  # of the phase being trained
@@ -101,7 +106,8 @@ class Run:
     def _images(self, split: str) -> Images:
         part, labels = getattr(self.source, split), getattr(self.scenario, f"{split}_labels")
         mean, std = torch.tensor(self.source.mean), torch.tensor(self.source.std)
-        images, labels, mean, std = (t.to(self.device) for t in (part.images, labels, mean, std))
+        labels, mean, std = (t.to(self.device) for t in (labels, mean, std))
+        images = placed(part.images, self.device, self.config.data.stream)
         return Images(images, labels, mean, std, self.config.data.crop or None, self.memory_format)
 
     def make_network(self) -> Network:
@@ -126,22 +132,29 @@ class Run:
             if directory is not None:
                 state.load(self, directory)
             self.record.status, self.record.message = "interrupted", ""  # what to believe if this process disappears
+            mistaken = False
             try:
                 yield from self._saved(directory, every, stop)
             except Diverged as error:
                 self.record.status, self.record.message = "diverged", str(error)
+            except UserError:
+                mistaken = True
+                raise
             finally:
-                if directory is not None:
+                # A mistake that shows only in training leaves no more behind than one that was seen before it.
+                if directory is not None and not (mistaken and checkpoint.is_blank(directory)):
                     self.record.save(directory)
 
     def _saved(self, directory: Path | None, every: float, stop: Callable[[], bool] | None) -> Iterator[Event]:
-        last = time.monotonic()
+        last, pause = time.monotonic(), every
         for event in self.work():
             asked = stop is not None and stop() and not isinstance(event, Waiting)
-            due = isinstance(event, TaskEnded) or (isinstance(event, EpochEnded) and time.monotonic() - last >= every)
+            due = isinstance(event, TaskEnded) or (isinstance(event, EpochEnded) and time.monotonic() - last >= pause)
             if directory is not None and (due or asked):
+                began = time.monotonic()
                 state.save(self, directory)
                 last = time.monotonic()
+                pause = every and max(every, min(100 * (last - began), 600.0))
             yield event
             if asked:
                 return
@@ -173,6 +186,7 @@ class Run:
             last=batch.last,
             from_union=batch.current_from == "union",
             online=self.config.data.online,
+            past_only=batch.memory_from == "past",
             evaluation_size=batch.evaluation,
             precision=self.config.precision,
         )
@@ -196,6 +210,7 @@ class Run:
         evaluate(self.record, task, self.config, self.scenario, self.method, self.network, self.test_data)
         self.record.splits.append(self.whole_batch(task.number)[2])
         self.record.exemplars.append(len(self.memory))
+        self.record.weights.append(checkpoint.digest(self.network.state_dict()))
         self.record.seconds += time.perf_counter() - started
         self.previous = self.network.teacher() if self.method.needs_previous else None
         self.position = Position(task.number + 1)
@@ -212,20 +227,25 @@ class Run:
         assert self.rows is not None
         self.optimizer = self._optimizer(trained, hyper)
         self.steps = {}
+        drawn = stage.draw(self.rows, phase.name, self.position.epoch) if self.position.epoch < hyper.epochs else []
         while self.position.epoch < hyper.epochs:
             epoch = self.position.epoch
             _set_lr(self.optimizer, hyper.lr_at(epoch))
-            drawn = stage.draw(self.rows, phase.name, epoch)
             self.network.train(phase.network_mode == "train")
             yield from self._epoch(stage, phase, hyper, drawn, trained)
+            # All that is asked of this epoch and drawn for the next is enqueued before anybody waits.
+            sound = _finite(trained)
+            loss = stage.validation_loss() if hyper.keep == "best" else None
+            if epoch + 1 < hyper.epochs:
+                drawn = stage.draw(self.rows, phase.name, epoch + 1)
             if self.device.type == "cuda":
                 marker = torch.cuda.Event()
                 marker.record()
                 yield Waiting(marker.query)
             losses = read_totals(self.steps.values())
-            if not all(math.isfinite(v) for v in losses.values()) or not _finite(trained):
+            if not all(math.isfinite(v) for v in losses.values()) or not sound.item():
                 raise Diverged(self._divergence(stage, phase, epoch, losses))
-            validation = stage.validation_loss() if hyper.keep == "best" else None
+            validation = None if loss is None else loss.item()
             if validation is not None and (self.best is None or validation < self.best[0]):
                 self.best = validation, {k: v.clone() for k, v in self.network.state_dict().items()}
             self.record.history.append(
@@ -274,6 +294,8 @@ class Run:
         trained: list[torch.nn.Parameter],
     ) -> Iterator[Event]:
         done, total = 0, sum(block.steps for block in drawn)
+        batches = (rows for block in drawn for rows in block.index.cpu())
+        ahead = self.train_data.ahead(islice(batches, self.position.step, None))
         for block in drawn:
             if block.shape not in self.steps:
                 self.steps[block.shape] = self._make_step(stage, phase, block, trained)
@@ -282,7 +304,17 @@ class Run:
                 done += 1
                 if done <= self.position.step:
                     continue  # trained before the run was interrupted
-                step(block.index[i], [p[i] for p in block.parameters])
+                if not ahead.ready():
+                    yield Waiting(ahead.ready)
+                try:
+                    step(block.index[i], [*(p[i] for p in block.parameters), *next(ahead)])
+                except ValueError as error:
+                    if "more than 1 value per channel" not in str(error):
+                        raise
+                    raise UserError(
+                        f"task {stage.number + 1}, phase {phase.name!r}: a batch of one image has no variance to normalise "
+                        f"by where maps are 1x1; use another batch.size than {self.config.batch.size}, or batch.last = 'drop'."
+                    ) from error
                 self.position = replace(self.position, step=done)
                 yield Stepped(self.position, phase.name, hyper.epochs, done, total)
 
@@ -310,6 +342,7 @@ class Run:
         )
         if block.shape in self.totals:
             step.names, step.totals, step.count = self.totals.pop(block.shape)
+            step.seen.fill_(step.count)
         # Short blocks would be captured for a step or two an epoch: not worth a graph.
         return Captured(step) if self.device.type == "cuda" and block.steps >= 8 else step
 
@@ -351,5 +384,7 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def _finite(parameters: list[torch.nn.Parameter]) -> bool:
-    return all(torch.stack([p.detach().isfinite().all() for p in parameters]).tolist())
+def _finite(parameters: list[torch.nn.Parameter]) -> Tensor:
+    """Whether every weight is, as a value still to be computed; a sum of absolute values passes on what is not."""
+    with torch.no_grad():
+        return torch.stack(torch._foreach_norm(tuple(parameters), 1)).isfinite().all()

@@ -66,6 +66,7 @@ class LearningStage:
     last: str
     from_union: bool
     online: bool
+    past_only: bool
     evaluation_size: int
     precision: str
     passed: Reservoir | None = field(default=None)  # the memory after an online pass
@@ -104,6 +105,11 @@ class LearningStage:
     def phase_rows(self, rows: str) -> Rows:
         """What a phase's epochs are drawn from; chosen once, when the phase begins."""
         task, memory = self.train_rows(), self.memory.index.cpu() if self.method.uses_memory else self.task.train[:0]
+        if rows == "balanced" and self.passed is not None:
+            # Online the task has gone by: what is left of it is what was stored.
+            stored = self.passed.index.cpu()
+            new = self.labels(stored).cpu() >= self.n_old_classes
+            task, memory = (stored[new], stored[~new]) if new.any() else (stored, memory[:0])
         if rows == "replay":
             out = self.held_out()
             task, memory = task[~torch.isin(task, out)], memory[~torch.isin(memory, out)]
@@ -117,7 +123,7 @@ class LearningStage:
         if rows == "holdout" and len(self.held_out()):
             return Rows(rows, self.held_out(), memory[:0], self.ratio, False)
         if rows == "exemplars" and self.memory.budget:
-            kept = self.updated_memory("provisional exemplars")
+            kept = self.updated_memory("provisional exemplars") if self.passed is None else self.passed
             return Rows(rows, kept.index.cpu(), memory[:0], self.ratio, False)
         return Rows(rows, task, memory[:0], self.ratio, False)
 
@@ -126,14 +132,18 @@ class LearningStage:
         generator = self.generator("batches", *purpose)
         blocks: list[Block]
         if self.online and rows.kind == "replay" and not self.method.all_data:
-            blocks, self.passed = stream_blocks(
+            blocks, passed = stream_blocks(
                 rows.current,
                 self.memory.reservoir(),
                 batch_size=self.batch_size,
                 ratio=rows.ratio,
                 last=self.last,
+                past_only=self.past_only,
+                without=self.held_out(),
                 generator=generator,
             )
+            # The first pass counts; a method that asks for the task's batches again stores nothing more of them.
+            self.passed = passed if self.passed is None else self.passed
         else:
             blocks = epoch_blocks(
                 rows.current,
@@ -161,7 +171,7 @@ class LearningStage:
             extra = self.strong.draw(block.steps * shape.extra_rows, generator, size)
             drawn.append(extra.unflatten(0, (block.steps, -1)))
         device = self.data.images.device
-        return Drawn(shape, index.to(device), [d.to(device) for d in drawn])
+        return Drawn(shape, sent(index, device), [sent(d, device) for d in drawn])
 
     # Passes in which nothing is trained. -----------------------------------------------------------------------------
 
@@ -170,9 +180,9 @@ class LearningStage:
         blocks = self.draw(self.phase_rows("replay"), purpose)
         self.passed = passed  # an extra look at a stream does not count as its pass
         for drawn in blocks:
-            for index, parameters in zip(drawn.index, drawn.parameters[0], strict=True):
-                rows = index[: drawn.shape.base_rows]
-                images = self.data.normalised(self.augment.apply(self.data.images[rows], parameters))
+            parts = drawn.index[:, : drawn.shape.base_rows]
+            for rows, parameters, ahead in zip(parts, drawn.parameters[0], self.data.ahead(parts), strict=False):
+                images = self.data.normalised(self.augment.apply(self.data.raw(rows, ahead), parameters))
                 shape = drawn.shape
                 yield Batch(
                     images,
@@ -196,13 +206,13 @@ class LearningStage:
             state=parts[0].state,
         )
 
-    def validation_loss(self) -> float:
+    def validation_loss(self) -> Tensor:
         """Cross-entropy over all classes seen, on the current task's validation rows: what the paper's code selects by."""
         rows = self.task.validation
         logits = torch.cat(
             list(evaluated(self.network, self.data, rows, self.evaluation_size, self.precision, lambda out: out.logits))
         )
-        return F.cross_entropy(logits.float(), self.labels(rows)).item()
+        return F.cross_entropy(logits.float(), self.labels(rows))
 
     def updated_memory(self, purpose: str = "exemplars") -> ExemplarMemory:
         """The memory after this task; the stage's own is left as it is."""
@@ -218,6 +228,11 @@ class LearningStage:
             rows, self.labels(rows).cpu(), n_seen=self.n_classes, scores=scores, generator=self.generator(purpose)
         )
         return memory
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device that the host does not wait for, as it would from memory that is not pinned."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _without_stages(output: Output) -> Output:
@@ -240,7 +255,8 @@ def evaluated(
     was_training = network.training
     network.eval()
     try:
-        for part in rows.to(data.images.device).split(size):
-            yield keep(_forward(network, data.seen(part), precision))
+        ahead = data.ahead(rows.split(size))
+        for part, read in zip(rows.to(data.images.device).split(size), ahead, strict=False):
+            yield keep(_forward(network, data.seen(part, read), precision))
     finally:
         network.train(was_training)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,12 +20,16 @@ from tbbn.record import record_from
 if TYPE_CHECKING:
     from tbbn.engine.run import Run
 
+SMALL = 8 * 2**20  # bytes of a network whose state at each task's start is kept unless told otherwise
+
 
 def save(run: Run, directory: Path) -> None:
     """Write everything the run is, between two steps."""
+    # Between two tasks the teacher is the network, and there is no need to write it twice.
+    between = run.position == Position(run.position.task)
     tensors = checkpoint.join("network", run.network.state_dict()) | checkpoint.join("memory", run.memory.state_dict())
     tensors |= checkpoint.join("predictions", run.record.predictions)
-    if run.previous is not None:
+    if run.previous is not None and not between:
         tensors |= checkpoint.join("previous", run.previous.state_dict())
     if run.best is not None:
         tensors |= checkpoint.join("best", run.best[1])
@@ -40,7 +43,7 @@ def save(run: Run, directory: Path) -> None:
     state = {
         "config": to_toml(run.config),
         "position": asdict(run.position),
-        "record": json.loads(run.record.to_json()),
+        "record": run.record.tree(),
         "task_sizes": run.network.task_sizes,
         "previous_task_sizes": None if run.previous is None else run.previous.task_sizes,
         "best": None if run.best is None else run.best[0],
@@ -51,8 +54,16 @@ def save(run: Run, directory: Path) -> None:
             {"shape": asdict(shape), "names": step.names, "count": step.count} for shape, step in totals.items()
         ],
     }
-    checkpoint.save(directory, state, tensors)
+    kept = between and run.position.task < len(run.scenario.tasks) and keeps_tasks(run)
+    checkpoint.save(directory, state, tensors, checkpoint.task_file(run.position.task) if kept else "")
     run.record.save(directory)
+
+
+def keeps_tasks(run: Run) -> bool:
+    """Whether the state at each task's start is kept, so that ``tbbn verify --retrain-task`` can begin there."""
+    if run.config.save.tasks == "small":
+        return sum(t.nbytes for t in run.network.state_dict().values()) <= SMALL
+    return run.config.save.tasks == "all"
 
 
 def load(run: Run, directory: Path) -> bool:
@@ -60,16 +71,44 @@ def load(run: Run, directory: Path) -> bool:
     found = checkpoint.load(directory)
     if found is None:
         return False
-    state, tensors = found
-    if state["config"] != to_toml(run.config):
+    if found[0].get("config") != to_toml(run.config):
         raise UserError(f"{directory}: holds a run of another config; use another directory, or --overwrite.")
+    restore(run, *found, str(directory))
+    return True
+
+
+def restore(run: Run, state: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
+    """Take up a state as it was read; ``where`` names it in errors."""
+    try:
+        _restore(run, state, tensors, where)
+    except UserError:
+        raise
+    except Exception as error:  # what is whole by its checksum may still be anyone's
+        reason = (str(error).strip().splitlines() or [""])[0][:120]
+        raise UserError(
+            f"{where}: its checkpoint does not fit this run ({type(error).__name__}: {reason}); delete it to begin again."
+        ) from error
+
+
+def _restore(run: Run, state: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
     run.position = Position(**state["position"])
-    run.record = record_from(state["record"], str(directory))
+    at = asdict(run.position).values()
+    if not all(type(n) is int and n >= 0 for n in at) or run.position.task > len(run.scenario.tasks):
+        raise ValueError(f"there is no position {tuple(at)}")
+    for name in ("memory.index", "rows.current", "rows.memory"):
+        rows = tensors.get(name, torch.empty(0)).tolist()
+        if rows and not 0 <= min(rows) <= max(rows) < len(run.source.train.labels):
+            raise ValueError(f"{name} leads out of the data set")
+    here = run.record.environment
+    run.record = record_from(state["record"], where)
+    if here not in (run.record.environment, *run.record.resumed):
+        run.record.resumed.append(here)
     run.record.predictions = checkpoint.split(tensors, "predictions")
     run.network.restore(_on(run.device, tensors, "network"), state["task_sizes"])
     if state["previous_task_sizes"] is not None:
         previous = run.make_network()
-        previous.restore(_on(run.device, tensors, "previous"), state["previous_task_sizes"])
+        weights = "network" if run.position == Position(run.position.task) else "previous"
+        previous.restore(_on(run.device, tensors, weights), state["previous_task_sizes"])
         run.previous = previous.teacher()
     run.memory.load_state_dict(checkpoint.split(tensors, "memory"))
     if state["best"] is not None:
@@ -83,7 +122,6 @@ def load(run: Run, directory: Path) -> bool:
         Shape(**entry["shape"]): (entry["names"], tensors[f"totals.{i}"].to(run.device), entry["count"])
         for i, entry in enumerate(state["totals"])
     }
-    return True
 
 
 def _on(device: torch.device, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tbbn.data.augment import Augment, evaluation_view, normalise
 from tbbn.data.batches import Batch
+from tbbn.data.stream import Ahead, Nothing, Streamed
 from tbbn.methods import Losses
 from tbbn.models import Network, Output
 from tbbn.norm import balance, is_balanced, penalty
@@ -24,7 +25,7 @@ from tbbn.norm import balance, is_balanced, penalty
 class Images:
     """A split of the data on the run's device, and how a network sees it."""
 
-    images: Tensor  # (N, C, H, W) uint8
+    images: Tensor | Streamed  # (N, C, H, W) uint8
     labels: Tensor  # (N,) int64, arrival order
     mean: Tensor  # (C,)
     std: Tensor
@@ -34,9 +35,20 @@ class Images:
     def normalised(self, images: Tensor) -> Tensor:
         return normalise(images, self.mean, self.std).contiguous(memory_format=self.memory_format)
 
-    def seen(self, rows: Tensor) -> Tensor:
+    def seen(self, rows: Tensor, ahead: list[Tensor]) -> Tensor:
         """The rows as evaluation sees them: not augmented."""
-        return self.normalised(evaluation_view(self.images[rows], crop=self.crop))
+        return self.normalised(evaluation_view(self.raw(rows, ahead), crop=self.crop))
+
+    def ahead(self, parts: Iterable[Tensor]) -> Ahead:
+        """For each of these batches of rows what has to be read of it beforehand: its images if they are streamed."""
+        return self.images.ahead([part.cpu() for part in parts]) if isinstance(self.images, Streamed) else Nothing()
+
+    def raw(self, rows: Tensor, ahead: list[Tensor]) -> Tensor:
+        """The images (n, C, H, W) uint8 of the rows; ``ahead`` ends with what was read of them, if anything was."""
+        if isinstance(self.images, Streamed):
+            return ahead[-1]
+        # On a CPU indexing copies byte by byte, index_select image by image.
+        return self.images.index_select(0, rows) if rows.device.type == "cpu" else self.images[rows]
 
 
 @dataclass(frozen=True)
@@ -94,7 +106,7 @@ class Step:
         self.working = WorkingCopies(self.network, self.parameters) if half else None
 
     def __call__(self, index: Tensor, drawn: list[Tensor]) -> None:
-        """Train on one batch: ``index`` (rows,) and for each augmentation its parameters (rows, k)."""
+        """Train on one batch: ``index`` (rows,), for each augmentation its parameters (rows, k), and the images if streamed."""
         self.count += 1
         self.train(index, drawn)
 
@@ -119,7 +131,7 @@ class Step:
         torch.where(fresh_bad, self.seen, self.first_bad, out=self.first_bad)
 
     def batch(self, index: Tensor, drawn: list[Tensor]) -> Batch:
-        raw = self.data.images[index]
+        raw = self.data.raw(index, drawn)
         n = self.shape.base_rows
         images = self.augment.apply(raw[:n] if self.shape.extra_rows else raw, drawn[0])
         if self.shape.extra_rows:
@@ -193,7 +205,9 @@ class WorkingCopies:
         reached = [i for i, copy in enumerate(self.copies.values()) if copy.grad is not None]
         copies = list(self.copies.values())
         if reached:
-            torch._foreach_copy_([self.gradients[i] for i in reached], [g for copy in copies if (g := copy.grad) is not None])
+            torch._foreach_copy_(
+                [self.gradients[i] for i in reached], [g for copy in copies if (g := copy.grad) is not None]
+            )
         for i in reached:
             assert self.weights[i].grad is None
             self.weights[i].grad, copies[i].grad = self.gradients[i], None
@@ -262,6 +276,7 @@ def read_totals(steps: Iterable[Step | Captured]) -> dict[str, float]:
         for name, value in zip(step.names, step.totals.tolist(), strict=True):
             sums[name] = sums.get(name, 0.0) + value
         step.totals.zero_()
+        step.seen.zero_()
         count += step.count
         step.count = 0
     return {name: value / max(count, 1) for name, value in sums.items()}

@@ -1,21 +1,24 @@
-"""Is a record true? Recompute what it says from the predictions it kept."""
+"""Is a record true? Check every file of a run, and recompute what the record says from the predictions it kept."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tbbn import metrics
 from tbbn.config import read_toml, resolve, to_dict
-from tbbn.data import sources
 from tbbn.engine import checkpoint
+from tbbn.engine.check import load_source
 from tbbn.engine.evaluate import confusion_of, evaluated_rows
 from tbbn.engine.run import scenario_of
 from tbbn.errors import UserError
-from tbbn.record import load_record
+from tbbn.record import CONFIG, PREDICTIONS, RECORD, Record, record_from, seal_problem
 
 
 @dataclass(frozen=True)
@@ -28,19 +31,67 @@ class Finding:
 
 def verify(directory: Path) -> list[Finding]:
     """Look at everything a run's folder holds. Needs the data set, for its labels; trains nothing."""
-    record = load_record(directory)
+    findings = [_sealed(directory / RECORD), *_checkpoints(directory)]
+    try:
+        tree = json.loads((directory / RECORD).read_text())
+        record = record_from(tree, RECORD)
+        sealed = record.schema > 1
+        findings.append(_config(directory, record, tree.get("config_sha256", "") if sealed else None))
+        if sealed and (directory / PREDICTIONS).exists():
+            findings.append(_sealed(directory / PREDICTIONS))
+        return findings + _recomputed(directory, record, tree.get("metrics", {}))
+    except Exception as error:
+        if isinstance(error, UserError) and not any(finding.problem for finding in findings):
+            raise
+        # What a damaged file says, or one that someone else has sealed, may fail in any way.
+        return [*findings, Finding("contents", f"cannot be recomputed: {error}")]
+
+
+def _sealed(file: Path) -> Finding:
+    content = file.read_bytes()
+    if file.name == RECORD and b'"schema": 1,' in content and b'"sha256"' not in content:  # from before checksums
+        return Finding(f"{RECORD} (without a checksum)")
+    return Finding(file.name, seal_problem(content))
+
+
+def _checkpoints(directory: Path) -> list[Finding]:
+    names = [checkpoint.NEWEST, checkpoint.BEFORE, *sorted(f.name for f in directory.glob("task-*.safetensors"))]
+    findings = []
+    for name in names:
+        if (directory / name).exists():
+            try:
+                checkpoint.read(directory / name)
+            except UserError as error:
+                findings.append(Finding(name, str(error)))
+            else:
+                findings.append(Finding(name))
+    return findings
+
+
+def _config(directory: Path, record: Record, digest: str | None) -> Finding:
+    file = directory / CONFIG
+    try:
+        found = to_dict(resolve((str(file), read_toml(file))))
+    except UserError as error:
+        return Finding(CONFIG, str(error))
+    finding = _compare(CONFIG, to_dict(record.run_config), found)
+    if not finding.problem and digest is not None and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+        return Finding(CONFIG, "damaged: its content does not match the checksum in the record.")
+    return finding
+
+
+def _recomputed(directory: Path, record: Record, stored: dict[str, Any]) -> list[Finding]:
+    """What the record says, against what its predictions and the data's labels give."""
     config = record.run_config
-    findings = [_config(directory, to_dict(config)), _checkpoint(directory)]
-    stored = json.loads((directory / "record.json").read_text()).get("metrics", {})
-    findings.append(_compare("metrics", stored, record.metrics))
+    findings = [_compare("metrics", stored, record.metrics)]
     predictions = _predictions(directory)
-    if set(predictions) != {f"task{t}" for t in range(len(record.accuracy))}:
+    wanted = {f"task{t}" for t in range(len(record.accuracy))}
+    # Predictions are written before the record: a run that was killed in between has more of them than it counts.
+    if wanted - predictions.keys() or (record.status == "finished" and predictions.keys() - wanted):
         names = ", ".join(sorted(predictions)) or "none"
-        return [
-            *findings,
-            Finding("predictions", f"there are {len(record.accuracy)} tasks but predictions for: {names}."),
-        ]
-    source = sources.load(config.data.name, config.data.root, download=False, size=config.data.size or None)
+        problem = f"there are {len(record.accuracy)} tasks but predictions for: {names}."
+        return [*findings, Finding("predictions", problem)]
+    source = load_source(config, download=False)
     scenario = scenario_of(config, source)
     findings.append(_compare("class order", record.class_order, list(scenario.class_order)))
     for t in range(len(record.accuracy)):
@@ -60,28 +111,11 @@ def verify(directory: Path) -> list[Finding]:
     return findings
 
 
-def _config(directory: Path, expected: dict[str, object]) -> Finding:
-    file = directory / "config.toml"
-    try:
-        found = to_dict(resolve((str(file), read_toml(file))))
-    except UserError as error:
-        return Finding("config.toml", str(error))
-    return _compare("config.toml", found, expected)
-
-
-def _checkpoint(directory: Path) -> Finding:
-    try:
-        found = checkpoint.load(directory)
-    except UserError as error:
-        return Finding("checkpoint", str(error))
-    return Finding("checkpoint" if found is not None else "checkpoint (none)")
-
-
-def _predictions(directory: Path) -> dict[str, torch.Tensor]:
+def _predictions(directory: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = directory / "predictions.safetensors"
+    file = directory / PREDICTIONS
     try:
         return load_file(file) if file.exists() else {}
     except (SafetensorError, OSError) as error:

@@ -6,7 +6,7 @@
 
 Nothing of size (r, B, C, H, W) exists; the backward pass has the same shape: two row sums, the transposed plan, one pass.
 ``reference`` says the same in differentiable tensor code. It is what ``torch.compile`` traces and what gives second
-derivatives; ``_Planned`` is the fast eager form of it.
+derivatives; ``_Planned`` is the fast eager form of it, and :mod:`tbbn.norm.native` a compiled one for CPU tensors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tbbn.errors import UserError
+from tbbn.norm import native
 from tbbn.norm.plan import Plan
 
 # Mean squares lose digits when a mean is large against its spread. Where a variance is below this multiple of the squared mean
@@ -48,6 +49,11 @@ def task_balanced_batch_norm(
     if x.dim() == 2:
         y = task_balanced_batch_norm(x.unsqueeze(2), running_mean, running_var, weight, bias, plan, momentum, eps)
         return y.squeeze(2)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        done = native.planned_norm(x, running_mean, running_var, weight, bias, plan, momentum, eps)
+        if done is not None:
+            return done
     device = x.device.type
     if torch.is_autocast_enabled(device):  # its matrix products would round the statistics
         with torch.autocast(device, enabled=False):
@@ -58,7 +64,7 @@ def task_balanced_batch_norm(
 
         if kernels.available(x, plan):
             return kernels.planned_norm(x, weight, bias, plan, eps, running_mean, running_var, momentum)[0]
-    if not torch.compiler.is_compiling():
+    if not compiling:
         return _Planned.apply(x, weight, bias, plan, eps, running_mean, running_var, momentum)
     y, mean, var = reference(x, weight, bias, plan, eps)
     with torch.no_grad():

@@ -66,12 +66,13 @@ class BalancedNorm(_BatchNorm):
 
     def next_momentum(self) -> float | Tensor:
         """Count this batch; the weight of its statistics in the running ones (a cumulative average for momentum=None)."""
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        if self.momentum is not None:
-            return self.momentum
-        assert self.num_batches_tracked is not None and self.running_mean is not None
-        return self.num_batches_tracked.to(statistics_dtype(self.running_mean)).reciprocal()
+        batches, momentum = self.num_batches_tracked, self.momentum  # once each: a module looks its tensors up slowly
+        if batches is not None:
+            batches.add_(1)
+        if momentum is not None:
+            return momentum
+        assert batches is not None and self.running_mean is not None
+        return batches.to(statistics_dtype(self.running_mean)).reciprocal()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle made inside the block must not carry the block's layout away.
@@ -140,9 +141,9 @@ class PlannedNorm(BalancedNorm):
             if kernels is None or x.numel() <= self.num_features:  # batch norm's own error for a single value a channel
                 return activated(super().forward(x) if layout is None else self.plain(x), relu, residual)
             plan = whole_batch(x.shape[0], x.device)
-        mean, var = self.running_mean, self.running_var
-        if not self.track_running_stats or recomputing():  # a repeated forward must not count its batch a second time
-            mean, var = None, None
+        mean = var = None
+        if self.track_running_stats and not recomputing():  # a repeated forward must not count its batch a second time
+            mean, var = self.running_mean, self.running_var
         if kernels is not None and not self.output_statistics:
             counted = self.momentum is not None and mean is not None
             momentum = self.momentum if counted or mean is None else self.next_momentum()

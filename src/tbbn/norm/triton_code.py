@@ -151,13 +151,13 @@ def whole_forward(
 
 @triton.jit
 def plan_forward(
-    x, row_mean, row_var, factor, offset, weight, bias, gather, scatter, mean, var,
+    x, row_mean, row_var, weight, bias, gather, scatter, mean, var,
     running_mean, running_var, running, unbiased, momentum, batches, eps,
     B, C, R, sc, gj, gb, vb, vj,
     BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The plan alone: once for each channel, not once for each tile of it."""
+    """The plan alone: once for each channel, not once for each tile of it. A and S take the place of the moments."""
     row = tl.arange(0, BATCH)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
@@ -170,8 +170,8 @@ def plan_forward(
         running_mean, running_var, running, unbiased, momentum, batches, eps, B, C, R, gj, gb, vb, vj,
         BATCH, CHANNELS, GROUPS, WEIGHT, BIAS, RUNNING, TOTAL, ON_DEVICE, COUNT,
     )  # fmt: skip
-    tl.store(factor + at, a, mask=there)
-    tl.store(offset + at, s, mask=there)
+    tl.store(row_mean + at, a, mask=there)
+    tl.store(row_var + at, s, mask=there)
 
 
 @triton.jit
@@ -293,11 +293,11 @@ def whole_backward(
 
 @triton.jit
 def plan_backward(
-    row_g, row_gx, factor, slope, level, weight, gather, scatter, mean, var, dweight, dbias, eps,
+    row_g, row_gx, level, weight, gather, scatter, mean, var, dweight, dbias, eps,
     B, C, P, R, gj, gb, vb, vj,
     BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The transposed plan alone."""
+    """The transposed plan alone. A and X take the place of the sums."""
     row = tl.arange(0, BATCH)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     at = row[:, None] * C + channel[None, :]
@@ -309,8 +309,8 @@ def plan_backward(
         all_g, all_gx, row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
         B, C, P, R, gj, gb, vb, vj, BATCH, CHANNELS, GROUPS, WEIGHT, BIAS,
     )  # fmt: skip
-    tl.store(factor + at, a, mask=there)
-    tl.store(slope + at, b, mask=there)
+    tl.store(row_g + at, a, mask=there)
+    tl.store(row_gx + at, b, mask=there)
     tl.store(level + at, c, mask=there)
 
 

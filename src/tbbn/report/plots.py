@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from tbbn.errors import UserError
+from tbbn.errors import UserError, printable
 from tbbn.record import Record
 from tbbn.report.tables import grouped
 
@@ -36,7 +37,7 @@ def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
         mean = [100 * statistics.fmean(c[t] for c in curves) for t in range(length)]
         colour, marker = COLOURS[i % len(COLOURS)], "os^Dv<>p"[i % 8]
         seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
-        axes.plot(tasks, mean, color=colour, marker=marker, markersize=5, label=f"{name} ({seeds})")
+        axes.plot(tasks, mean, color=colour, marker=marker, markersize=5, label=_literal(f"{name} ({seeds})"))
         if len(curves) > 1:
             spread = [100 * statistics.stdev(c[t] for c in curves) for t in range(length)]
             low = [m - s for m, s in zip(mean, spread, strict=True)]
@@ -49,8 +50,20 @@ def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
     axes.grid(alpha=0.3)
     if names:
         axes.legend(frameon=False)
-        axes.set_title(", ".join(dict.fromkeys(names)))
+        axes.set_title(_literal(", ".join(dict.fromkeys(names))))
     path = Path(path)
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        raise UserError(
+            f"{path}: curves are drawn as .{', .'.join(sorted(known))}, got {path.suffix or 'no suffix'!r}."
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a sign that the font does not have is drawn as a box
+        figure.savefig(path, dpi=150)
     return path
+
+
+def _literal(text: str) -> str:
+    """The text as it stands: a dollar sign would begin a formula, and a leading underscore hide a curve's name."""
+    return "\u200b" * text.startswith("_") + printable(text).replace("$", r"\$")

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 from tbbn.config import RunConfig
 from tbbn.engine import EpochEnded, Event, Stepped, TaskEnded
+from tbbn.errors import printable
 from tbbn.record import Record
 from tbbn.sweep import Job
 
@@ -58,7 +59,8 @@ class Lines(Quiet):
     def end(self, job: Job, record: Record) -> None:
         if job not in self.began and record.status == "finished":
             self.number += 1
-            self.say(f"run {self.number}/{self.n_jobs}: {_name(job)}: finished before, taken from {job.directory}")
+            taken = printable(str(job.directory))
+            self.say(f"run {self.number}/{self.n_jobs}: {_name(job)}: finished before, taken from {taken}")
         elif record.status != "finished":
             self.say(f"  {_name(job)}: {_ending(record)}")
 
@@ -71,7 +73,7 @@ class Bars(Quiet):
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self.bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=16),
             TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
@@ -133,11 +135,11 @@ class Bars(Quiet):
 
 
 def _name(job: Job) -> str:
-    return f"{job.config.label}, seed {job.config.seed}"
+    return printable(f"{job.config.label}, seed {job.config.seed}")
 
 
 def _ending(record: Record) -> str:
-    return f"{record.status}: {record.message}" if record.message else record.status
+    return printable(f"{record.status}: {record.message}" if record.message else record.status)
 
 
 def _tasks(config: RunConfig) -> int:

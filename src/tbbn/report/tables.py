@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tbbn.config import RunConfig, flatten, to_dict
 from tbbn.engine.forecast import TaskForecast
-from tbbn.errors import choose
+from tbbn.errors import choose, printable
 from tbbn.metrics import FORMULAS
 from tbbn.record import Record
 
@@ -31,6 +31,18 @@ _LATEX = {
 }
 
 
+_MARKDOWN = {sign: "\\" + sign for sign in "\\|`*<["}
+
+
+def _no_formula(cell: str) -> str:
+    """A cell that a spreadsheet does not compute: one that begins like a formula, and is no number, gets a quote before it."""
+    try:
+        float(cell)
+    except ValueError:
+        return "'" + cell if cell.startswith(("=", "+", "-", "@")) and cell != "-" else cell
+    return cell
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of text under a header, and lines to print below. ``align`` has an l or r for each column; by default all but
@@ -40,6 +52,12 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     align: str = ""
+
+    def __post_init__(self) -> None:
+        # Names come from records, and a record may have been written by anyone.
+        for name, lines in (("header", self.header), ("notes", self.notes)):
+            object.__setattr__(self, name, tuple(map(printable, lines)))
+        object.__setattr__(self, "rows", tuple(tuple(map(printable, row)) for row in self.rows))
 
     def render(self, form: str) -> str:
         if form not in FORMATS:
@@ -62,10 +80,10 @@ class Table:
 
     def _markdown(self) -> str:
         def line(row: Sequence[str]) -> str:
-            return "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+            return "| " + " | ".join("".join(_MARKDOWN.get(c, c) for c in cell) for cell in row) + " |"
 
         rule = "|" + "|".join("---" if side == "l" else "---:" for side in self._align) + "|"
-        notes = ["", *(f"- `{note}`" for note in self.notes)] if self.notes else []
+        notes = ["", *(f"- `{note.replace('`', chr(39))}`" for note in self.notes)] if self.notes else []
         return "\n".join([line(self.header), rule, *map(line, self.rows), *notes])
 
     def _csv(self) -> str:
@@ -76,12 +94,15 @@ class Table:
             if any(_SPREAD in cell for cell in cells):
                 columns.append([f"{title} std", *(cell.partition(_SPREAD)[2] for cell in cells)])
         out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows(zip(*columns, strict=True))
+        csv.writer(out, lineterminator="\n").writerows(
+            [_no_formula(c) for c in row] for row in zip(*columns, strict=True)
+        )
         return out.getvalue().rstrip("\n")
 
     def _latex(self) -> str:
         def cell(text: str) -> str:
-            return "".join(_LATEX.get(sign, sign) for sign in text)
+            # After the end of a line, a bracket or a star would be taken for that command's argument.
+            return "{}" * text.startswith(("[", "*")) + "".join(_LATEX.get(sign, sign) for sign in text)
 
         first, *rest = (" & ".join(map(cell, row)) + r" \\" for row in (self.header, *self.rows))
         begin, end = rf"\begin{{tabular}}{{{self._align}}}", r"\end{tabular}"
@@ -165,7 +186,16 @@ def summary_table(records: Sequence[Record], metrics: Mapping[str, str] = HEADLI
         notes.append(
             f"not counted a second time: {repeated} of the {len(records)} runs, of a config and seed already there."
         )
+    if any(record.skipped for record in records):
+        notes.append(skipped_note(records))
     return Table(header, tuple(rows), tuple(notes), align)
+
+
+def skipped_note(records: Sequence[Record]) -> str:
+    """Which image files were left out of these runs because they could not be read."""
+    files = list(dict.fromkeys(file for record in records for file in record.skipped))
+    named = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
+    return f"left out, as they could not be read: {len(files)} image files ({named})."
 
 
 def _status(records: Sequence[Record]) -> str:

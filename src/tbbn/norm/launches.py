@@ -1,0 +1,232 @@
+"""How the Triton kernels are launched: the shapes of their tiles, and the arguments of each.
+
+Importing this module imports Triton; import it only where there is a CUDA tensor to use it on.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tbbn.norm import triton_code
+from tbbn.norm.plan import Plan
+
+# A tile that holds a channel's whole batch may have this many elements; above it, moments take a launch of their own.
+WHOLE_LIMIT = 16384
+_PROGRAMS = 256  # about two for each multiprocessor of a large card
+
+
+class _Tile(NamedTuple):
+    rows: int
+    pixels: int
+    channels: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.pixels * self.channels
+
+    @property
+    def warps(self) -> int:
+        """About 32 elements for a thread."""
+        return max(4, min(16, self.size // 1024))
+
+    def grid(self, rows: int, channels: int, pixels: int = 1) -> tuple[int, int, int]:
+        return -(-rows // self.rows), -(-channels // self.channels), -(-pixels // self.pixels)
+
+
+class _Tiles(NamedTuple):
+    whole: bool
+    sums: _Tile  # of the kernels that sum rows
+    apply: _Tile  # of those that apply the plan
+    batch: int
+    groups: int
+    block: int  # channels of a program of the plan
+
+    @property
+    def warps(self) -> int:
+        """Of the kernels with a plan: a whole tile is held all the while, 16 elements a thread."""
+        plan = self.batch * self.groups * self.block
+        return max(4, min(16, max(plan, 2 * self.apply.size if self.whole else 0) // 1024))
+
+
+@lru_cache(maxsize=1024)
+def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size: int, limit: int) -> _Tiles:
+    """Tile shapes: enough programs to fill a card, no tile larger than registers hold, 32 bytes of neighbours together."""
+    batch, image, wide = _power(rows), _power(pixels), _power(channels)
+    # Of channels that lie next to each other a whole tile would take a few bytes here and there: for small tiles only.
+    limit = limit // 8 if last else limit
+    block = min(8, wide, max(1, limit // (batch * image)), max(2, wide // 32)) if last else 1
+    if batch * image * block <= limit and (block > 1 or not last or wide == 1):
+        tile = _Tile(batch, image, block)
+        return _Tiles(True, tile, tile, batch, _groups(groups, batch, block), block)
+    every = rows * channels * pixels
+    work = max(1024, min(4096, _power(every // _PROGRAMS + 1) // 2))
+    block = min(wide, 32 // size) if last else 1
+    while block > 8 and rows * -(-channels // block) < _PROGRAMS // 2:
+        block //= 2
+    long = min(image, 8192 // block if last else 4096)
+    sums = _Tile(max(1, min(batch, work // (long * block))), long, block)
+    short = min(image, work // block)
+    apply = _Tile(max(1, min(batch, work // (short * block))), short, block)
+    few = min(wide, max(1, channels // 32))  # channels of a program of the plan
+    return _Tiles(False, sums, apply, batch, _groups(groups, batch, few), few)
+
+
+def _groups(groups: int, batch: int, block: int) -> int:
+    return max(1, min(_power(groups), 8192 // (batch * block)))
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class Running(NamedTuple):
+    mean: Tensor
+    var: Tensor
+    share: Tensor  # (r,)
+    unbiased: Tensor  # (r,)
+    momentum: float | Tensor
+    batches: Tensor | None  # (), how many were counted
+    total: bool
+
+
+def _pixels(x: Tensor) -> int:
+    return x.shape[2:].numel()
+
+
+def unbiased(plan: Plan, x: Tensor) -> Tensor:
+    return plan.per_pixel(_pixels(x)).running_var
+
+
+def strides_of(x: Tensor) -> tuple[int, int, int] | None:
+    """Strides of row, pixel and channel, or None where a tensor is neither contiguous nor channels_last."""
+    channels, pixels = x.shape[1], _pixels(x)
+    if x.is_contiguous():
+        return (channels, 1, 1) if pixels == 1 else (channels * pixels, 1, pixels)
+    if x.dim() > 2 and x.movedim(1, -1).is_contiguous():
+        return channels * pixels, channels, 1
+    return None
+
+
+def _dense(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    strides = strides_of(x)
+    if strides is None:
+        x = x.contiguous()
+        strides = strides_of(x)
+        assert strides is not None
+    return x, strides
+
+
+def _alike(grad: Tensor, x: Tensor) -> Tensor:
+    """``grad`` with its elements in the order of ``x``."""
+    if grad.stride() == x.stride():
+        return grad
+    return torch.empty_like(x).copy_(grad)
+
+
+def _vector(parameter: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel's argument for a parameter; where there is none, something it will not read."""
+    return other if parameter is None else parameter.contiguous()
+
+
+def gradient_of(parameter: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if parameter is None else like.new_empty(parameter.shape, dtype=parameter.dtype)
+
+
+def _device(x: Tensor) -> AbstractContextManager[Any]:
+    """Kernels go to the current device; make it that of ``x``."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return nullcontext()
+
+
+def forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor, eps: float,
+    running: Running | None = None, relu: bool = False, residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x, strides = _dense(x)
+    (rows, channels), pixels, groups = x.shape[:2], _pixels(x), gather.shape[0]
+    tiles = _tiles(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
+    y = torch.empty_like(x)
+    mean, var = gather.new_empty((groups, channels)), gather.new_empty((groups, channels))
+    *buffers, batches, total = (mean, var, mean, mean, 0.0, None, False) if running is None else running
+    beside = x if residual is None else _alike(residual, x)
+    given = (_vector(weight, mean), _vector(bias, mean), gather, scatter, mean, var)
+    given = (*given, *buffers, mean if batches is None else batches, eps)
+    has = (weight is not None, bias is not None)
+    moved = (running is not None, total, isinstance(buffers[4], Tensor), batches is not None)
+    after = (relu, residual is not None)
+    plan_strides = (*gather.stride(), *scatter.stride())
+    with _device(x):
+        t = tiles.apply
+        if tiles.whole:
+            triton_code.whole_forward[(-(-channels // t.channels),)](
+                x, y, beside, *given, rows, channels, pixels, groups, *strides, *plan_strides,
+                *t, tiles.groups, *has, *after, *moved, num_warps=tiles.warps,
+            )  # fmt: skip
+            return y, mean, var
+        s = tiles.sums
+        row_mean, row_var = gather.new_empty((2, rows, channels)).unbind()
+        triton_code.moments[s.grid(rows, channels)](
+            x, row_mean, row_var, rows, channels, pixels, *strides, *s, num_warps=s.warps
+        )  # fmt: skip
+        triton_code.plan_forward[(-(-channels // tiles.block),)](
+            x, row_mean, row_var, *given, rows, channels, groups, strides[2], *plan_strides,
+            tiles.batch, tiles.block, tiles.groups, *has, *moved, num_warps=tiles.warps,
+        )  # fmt: skip
+        triton_code.affine[t.grid(rows, channels, pixels)](
+            x, y, beside, row_mean, row_var, rows, channels, pixels, *strides, *t, *after, num_warps=t.warps
+        )  # fmt: skip
+    return y, mean, var
+
+
+def gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor,
+    mean: Tensor, var: Tensor, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of input, weight and bias; those of a weight or bias that is not there are empty."""
+    return all_gradients(grad, x, weight, bias, gather, scatter, mean, var, eps)[:3]
+
+
+def all_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor,
+    mean: Tensor, var: Tensor, eps: float, y: Tensor | None = None, residual: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Those and the residual's; ``y`` is the output, where a ReLU made it."""
+    x, strides = _dense(x)
+    grad = _alike(grad, x)
+    (rows, channels), pixels, groups = x.shape[:2], _pixels(x), gather.shape[0]
+    tiles = _tiles(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
+    dx = torch.empty_like(x)
+    dresidual = torch.empty_like(x) if residual else dx
+    dweight, dbias = gradient_of(weight, mean), gradient_of(bias, mean)
+    output, relu = (x, False) if y is None else (y, True)
+    given = (_vector(weight, mean), gather, scatter, mean, var, dweight, dbias, eps, rows, channels, pixels, groups)
+    has = (weight is not None, bias is not None)
+    plan_strides = (*gather.stride(), *scatter.stride())
+    with _device(x):
+        t = tiles.apply
+        if tiles.whole:
+            triton_code.whole_backward[(-(-channels // t.channels),)](
+                grad, x, output, dx, dresidual, *given, *strides, *plan_strides, *t, tiles.groups, *has, relu, residual,
+                num_warps=tiles.warps,
+            )  # fmt: skip
+            return dx, dweight, dbias, dresidual
+        s = tiles.sums
+        row_g, row_gx, level = gather.new_empty((3, rows, channels)).unbind()
+        triton_code.row_sums[s.grid(rows, channels)](
+            grad, x, output, mean, row_g, row_gx, rows, channels, pixels, *strides, *s, relu, num_warps=s.warps
+        )  # fmt: skip
+        triton_code.plan_backward[(-(-channels // tiles.block),)](
+            row_g, row_gx, level, *given, *plan_strides, tiles.batch, tiles.block, tiles.groups, *has,
+            num_warps=tiles.warps,
+        )  # fmt: skip
+        triton_code.affine_backward[t.grid(rows, channels, pixels)](
+            grad, x, output, dx, dresidual, mean, row_g, row_gx, level, rows, channels, pixels, *strides,
+            *t, relu, residual, num_warps=t.warps,
+        )  # fmt: skip
+    return dx, dweight, dbias, dresidual

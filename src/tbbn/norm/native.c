@@ -1,0 +1,290 @@
+/* Task-balanced batch norm on a CPU, float32: everything a forward or a backward does, in one call.
+ *
+ * Three phases: sums of every row (by row), the plan (by strip of channels), the affine pass (by row again, so that a thread finds
+ * its rows in its cache). A row is summed by one thread in a fixed order, so a result does not depend on the number of threads.
+ *
+ * Work arrays are (strips, rows or groups, values, STRIP): the plan goes from row to row of one strip, and so reads neighbours.
+ */
+#include "native_passes.h"
+
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <threads.h>
+
+typedef struct { /* the entries of a matrix that are not zero, row by row */
+    const int32_t *start, *index;
+    const double *value;
+} Sparse;
+
+typedef struct {
+    int64_t rows, groups;
+    /* By group, its rows: `shared`, a single row, is what all groups have in common, `gather` what each has besides. */
+    Sparse gather, gather_shared, scatter_back, scatter_back_shared;
+    Sparse scatter, gather_back; /* by row: its groups */
+    const int32_t *like;         /* for every row, the first one whose groups are the same */
+    const double *running, *sizes;
+    double shared_total; /* the sum of gather_shared */
+    int64_t total_variance;
+} Plan;
+
+typedef struct { /* one call */
+    const Plan *plan;
+    Shape shape;
+    const float *x, *g, *weight, *bias;
+    float *y, *saved, *running_mean, *running_var, *grad_weight, *grad_bias;
+    double momentum, eps;
+    double *sums;   /* (strips, rows, 2, STRIP) */
+    double *scales; /* (strips, groups, 2 or 3, STRIP) */
+    double *offset; /* (strips, STRIP) */
+    float *centre;  /* (strips, STRIP) */
+    Affine *maps;   /* (threads, strips) */
+} Call;
+
+static tss_t workspace;
+static once_flag workspace_made = ONCE_FLAG_INIT;
+static void make_workspace(void) { tss_create(&workspace, free); }
+
+/* Memory of this thread's own, kept from call to call: asked for anew each time, it would often come as pages still to be cleared. */
+static void *work_memory(size_t size)
+{
+    typedef union { size_t size; char line[64]; } Head;
+    call_once(&workspace_made, make_workspace);
+    Head *kept = tss_get(workspace);
+    if (!kept || kept->size < size) {
+        free(kept);
+        kept = malloc(sizeof(Head) + size);
+        if (tss_set(workspace, kept) != thrd_success) {
+            free(kept);
+            return NULL;
+        }
+        if (kept)
+            kept->size = size;
+    }
+    return kept ? kept + 1 : NULL;
+}
+
+/* Places what a call needs in one piece of memory; `values` per group and channel. False where there is none. */
+static int place(Call *call, int64_t channels, int64_t pixels, int last, int values, int threads)
+{
+    const int64_t strips = (channels + STRIP - 1) / STRIP, per_channel = strips * STRIP;
+    const int64_t sums = 2 * call->plan->rows * per_channel, scales = values * call->plan->groups * per_channel;
+    call->shape = (Shape){channels, pixels, strips, last || pixels == 1};
+    call->sums = work_memory(sizeof(Affine) * threads * strips + sizeof(double) * (sums + scales + 2 * per_channel));
+    if (!call->sums)
+        return 0;
+    call->scales = call->sums + sums;
+    call->offset = call->scales + scales;
+    call->centre = (float *)(call->offset + per_channel);
+    call->maps = (Affine *)(call->offset + 2 * per_channel);
+    return 1;
+}
+
+/* -- The plan ----------------------------------------------------------------------------------------------------------------- */
+
+/* Row `row` of a sparse matrix times a strip of a dense one with n * STRIP values a row; on top of `base`, if given. */
+INLINE void product(const Sparse *m, int64_t row, const double *dense, int64_t stride, const double *base, double *to, const int n)
+{
+    d4 sum[2 * STRIP / 4];
+    for (int i = 0; i < n * STRIP / 4; i++)
+        sum[i] = base ? AT(d4, base + 4 * i) : (d4){0};
+    for (int32_t e = m->start[row]; e < m->start[row + 1]; e++) {
+        const double w = m->value[e], *from = dense + m->index[e] * stride;
+        for (int i = 0; i < n * STRIP / 4; i++)
+            sum[i] += w * AT(d4, from + 4 * i);
+    }
+    for (int i = 0; i < n * STRIP / 4; i++)
+        *(d4 *)(to + 4 * i) = sum[i];
+}
+
+/* Channels [c, c + width) of a vector that may be missing, with `missing` in the place of what is not there. */
+INLINE void strip_of(const float *vector, int64_t c, int width, double missing, double *to)
+{
+    if (vector && width == STRIP)
+        for (int i = 0; i < STRIP; i++)
+            to[i] = vector[c + i];
+    else
+        for (int i = 0; i < STRIP; i++)
+            to[i] = vector && i < width ? vector[c + i] : missing;
+}
+
+INLINE void move(float *running, double towards, double momentum)
+{
+    *running = (float)(*running + momentum * (towards - *running));
+}
+
+/* Statistics of the groups, for strip k: to the affine pass, to the backward, and into the running statistics. */
+static void plan_forward(const Call *call, int64_t k)
+{
+    const Plan *plan = call->plan;
+    const Shape s = call->shape;
+    const int64_t c = k * STRIP;
+    const int width = width_of(s, c);
+    const double *sums = call->sums + c * 2 * plan->rows, n = (double)s.pixels, one = 1 / n;
+    float *saved_mean = call->saved + s.channels + c, *saved_inv = saved_mean + plan->groups * s.channels;
+    double *scales = call->scales + c * 2 * plan->groups;
+    double gain[STRIP], off[STRIP], base[2 * STRIP], moments[2 * STRIP], mean[STRIP], inv[STRIP];
+    double batch_mean[STRIP] = {0}, batch_var[STRIP] = {0}, between[STRIP] = {0};
+    strip_of(call->weight, c, width, 1.0, gain);
+    strip_of(call->bias, c, width, 0.0, call->offset + c);
+    product(&plan->gather_shared, 0, sums, 2 * STRIP, NULL, base, 2);
+    for (int i = 0; i < STRIP; i++) { /* from the pivot to the mean of what the groups share, which none is far from */
+        const double pivot = call->centre[c + i];
+        call->centre[c + i] = (float)(pivot + base[i] * one / plan->shared_total);
+        off[i] = pivot - call->centre[c + i];
+    }
+    for (int64_t j = 0; j < plan->groups; j++, scales += 2 * STRIP, saved_mean += s.channels, saved_inv += s.channels) {
+        const double share = plan->running[j], count = plan->sizes[j] * n, unbiased = share * count / (count - 1);
+        product(&plan->gather, j, sums, 2 * STRIP, base, moments, 2);
+        for (int i = 0; i < STRIP; i++) {
+            const double m = moments[i] * one, square = moments[STRIP + i] * one - m * m, var = square < 0 ? 0 : square;
+            mean[i] = m + off[i];
+            inv[i] = 1 / sqrt(var + call->eps);
+            scales[i] = gain[i] * inv[i];
+            scales[STRIP + i] = scales[i] * mean[i];
+            batch_mean[i] += share * mean[i];
+            between[i] += share * mean[i] * mean[i];
+            batch_var[i] += unbiased * var;
+        }
+        for (int i = 0; i < width; i++)
+            saved_mean[i] = (float)mean[i], saved_inv[i] = (float)inv[i];
+    }
+    for (int i = 0; i < width; i++) {
+        const double spread = between[i] - batch_mean[i] * batch_mean[i];
+        call->saved[c + i] = call->centre[c + i];
+        if (!call->running_mean)
+            continue;
+        move(call->running_mean + c + i, batch_mean[i] + call->centre[c + i], call->momentum);
+        move(call->running_var + c + i, batch_var[i] + (plan->total_variance && !(spread < 0) ? spread : 0), call->momentum);
+    }
+}
+
+/* Gradients at the groups, for strip k: to the affine pass, and of weight and bias. */
+static void plan_backward(const Call *call, int64_t k)
+{
+    const Plan *plan = call->plan;
+    const Shape s = call->shape;
+    const int64_t c = k * STRIP;
+    const int width = width_of(s, c);
+    const float *saved_mean = call->saved + s.channels, *saved_inv = saved_mean + plan->groups * s.channels;
+    const double *sums = call->sums + c * 2 * plan->rows, per_pixel = -1.0 / (double)s.pixels;
+    double *scales = call->scales + c * 3 * plan->groups;
+    double gain[STRIP], mean[STRIP], inv[STRIP], base[2 * STRIP], sum[2 * STRIP], all_weight[STRIP] = {0}, all_bias[STRIP] = {0};
+    strip_of(call->weight, c, width, 1.0, gain);
+    product(&plan->scatter_back_shared, 0, sums, 2 * STRIP, NULL, base, 2);
+    for (int64_t j = 0; j < plan->groups; j++, scales += 3 * STRIP) {
+        product(&plan->scatter_back, j, sums, 2 * STRIP, base, sum, 2);
+        strip_of(saved_mean + j * s.channels, c, width, 0.0, mean);
+        strip_of(saved_inv + j * s.channels, c, width, 0.0, inv);
+        for (int i = 0; i < STRIP; i++) {
+            const double scale = gain[i] * inv[i];
+            const double spread = (sum[STRIP + i] - mean[i] * sum[i]) * inv[i]; /* the sum of g * normalised x */
+            const double slope = spread * inv[i] * scale;                       /* minus twice the gradient of the variance */
+            const double level = sum[i] * scale - slope * mean[i];              /* minus that of the mean, at the centre */
+            all_weight[i] += spread;
+            scales[i] = per_pixel * slope;
+            scales[STRIP + i] = per_pixel * level;
+            scales[2 * STRIP + i] = scale;
+        }
+    }
+    for (int64_t b = 0; b < plan->rows; b++)
+        for (int i = 0; i < STRIP; i++)
+            all_bias[i] += sums[2 * STRIP * b + i];
+    for (int i = 0; i < width; i++) {
+        if (call->grad_weight)
+            call->grad_weight[c + i] = (float)all_weight[i];
+        if (call->grad_bias)
+            call->grad_bias[c + i] = (float)all_bias[i];
+    }
+}
+
+/* The affine maps of a row, one a strip. */
+INLINE void maps_of(const Call *call, int64_t b, Affine *restrict maps, const int with_g)
+{
+    const Plan *plan = call->plan;
+    const float *restrict centre = call->centre;
+    const double *restrict offset = call->offset;
+    for (int64_t k = 0; k < call->shape.strips; k++) {
+        const int64_t c = k * STRIP, stride = (with_g ? 3 : 2) * STRIP;
+        const double *scales = call->scales + k * plan->groups * stride;
+        double sum[2 * STRIP], factor[STRIP];
+        product(with_g ? &plan->gather_back : &plan->scatter, b, scales, stride, NULL, sum, 2);
+        if (with_g)
+            product(&plan->scatter, b, scales + 2 * STRIP, stride, NULL, factor, 1);
+        for (int i = 0; i < STRIP; i++) {
+            maps[k].centre[i] = centre[c + i];
+            maps[k].slope[i] = (float)sum[i];
+            maps[k].level[i] = (float)(with_g ? sum[STRIP + i] : offset[c + i] - sum[STRIP + i]);
+            maps[k].factor[i] = with_g ? (float)factor[i] : 0;
+        }
+    }
+}
+
+/* -- What is called ----------------------------------------------------------------------------------------------------------- */
+
+/* What each thread does. The loops share their work among the threads of a parallel region, if this is in one. */
+INLINE void phases(const Call *call, const int with_g)
+{
+    const Plan *plan = call->plan;
+    const Shape s = call->shape;
+    const int64_t size = s.channels * s.pixels;
+    const float *g = with_g ? call->g : call->x;
+    Affine *maps = call->maps + omp_get_thread_num() * s.strips;
+    int32_t made = -1;
+#pragma omp for schedule(static)
+    for (int64_t b = 0; b < plan->rows; b++)
+        sum_row(call->x + b * size, g + b * size, s, call->centre, call->sums + b * 2 * STRIP, plan->rows * 2 * STRIP, with_g);
+#pragma omp for schedule(static)
+    for (int64_t k = 0; k < s.strips; k++)
+        if (with_g)
+            plan_backward(call, k);
+        else
+            plan_forward(call, k);
+    if (!call->y)
+        return;
+#pragma omp for schedule(static) nowait
+    for (int64_t b = 0; b < plan->rows; b++) {
+        if (plan->like[b] != made)
+            maps_of(call, b, maps, with_g);
+        made = plan->like[b];
+        affine_row(call->x + b * size, g + b * size, call->y + b * size, s, maps, with_g);
+    }
+}
+
+static void forward_phases(const Call *call) { phases(call, 0); }
+static void backward_phases(const Call *call) { phases(call, 1); }
+
+/* The arguments of both functions: eight bytes each, so that the caller can pack them without knowing of alignment. Pointers are
+ * null where there is nothing, or nothing is wanted. */
+typedef struct {
+    const Plan *plan;
+    const float *x, *g; /* g: backward only */
+    float *y;           /* dx in the backward */
+    const float *weight, *bias;
+    float *saved; /* 1 + 2 * groups vectors: the centre; group means relative to it; one over the groups' standard deviations */
+    float *running_mean, *running_var, *grad_weight, *grad_bias;
+    int64_t channels, pixels, last, threads;
+    double momentum, eps;
+} Arguments;
+
+static int called(const Arguments *a, void (*work)(const Call *), const int with_g)
+{
+    Call call = {.plan = a->plan, .x = a->x, .g = a->g, .y = a->y, .weight = a->weight, .bias = a->bias, .saved = a->saved,
+                 .running_mean = a->running_mean, .running_var = a->running_var, .grad_weight = a->grad_weight,
+                 .grad_bias = a->grad_bias, .momentum = a->momentum, .eps = a->eps};
+    if (!place(&call, a->channels, a->pixels, (int)a->last, with_g ? 3 : 2, (int)a->threads))
+        return 1;
+    for (int64_t c = 0; c < call.shape.strips * STRIP; c++) /* forward: any value of a channel makes its squares small */
+        call.centre[c] = c >= a->channels ? 0 : with_g ? a->saved[c] : a->x[call.shape.last ? c : c * a->pixels];
+    if (a->threads == 1) { /* a parallel region of one thread still pays for its barriers */
+        work(&call);
+        return 0;
+    }
+#pragma omp parallel num_threads((int)a->threads)
+    work(&call);
+    return 0;
+}
+
+/* Return 0, or 1 where there is no memory. */
+int tbbn_forward(const Arguments *a) { return called(a, forward_phases, 0); }
+int tbbn_backward(const Arguments *a) { return called(a, backward_phases, 1); }
