@@ -134,7 +134,7 @@ def training(job: Run, rounds: int, n_steps: int) -> dict[str, float]:
 def evaluation(job: Run, rounds: int) -> dict[str, float]:
     """All test images through the engine's evaluation, against forwards over tensors that lie ready."""
     rows = torch.arange(len(job.test_data.images))
-    ready = [job.test_data.seen(part) for part in rows.split(EVALUATION)]
+    ready = [job.test_data.seen(part, []) for part in rows.split(EVALUATION)]
 
     @torch.no_grad()
     def bare() -> Tensor:

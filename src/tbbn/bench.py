@@ -176,9 +176,15 @@ def layer(
     floor = PASSES * data[0][0].numel() * data[0][0].element_size() / speed
     row: dict[str, Any] = {"shape": "x".join(map(str, shape)), "dtype": dtype, "format": fmt, "floor_us": 1e6 * floor}
     for norm, times in seen.items():
-        row[norm] = {"us": 1e6 * median(times) / copies, "ratio": ratio(seen, norm)}
-        row[norm] |= {"peak_ratio": peaks[norm] / peaks["bn"]} if peaks["bn"] else {}
+        row[norm] = {"us": 1e6 * median(times) / copies} | _beside(norm, seen, peaks)
     return row
+
+
+def _beside(norm: str, seen: dict[str, list[float]], peaks: dict[str, int]) -> dict[str, float]:
+    """Time and peak memory as multiples of batch norm's."""
+    if norm == "bn":
+        return {}
+    return {"ratio": ratio(seen, norm)} | ({"peak_ratio": peaks[norm] / peaks["bn"]} if peaks["bn"] else {})
 
 
 def _inside(module: nn.Module, work: Work) -> Work:
@@ -226,8 +232,7 @@ def step(name: str, norms: Sequence[str], precision: str, size: int, device: tor
     seen = race(works, device, seconds=2.0 if device.type == "cuda" else 6.0)
     row: dict[str, Any] = {"backbone": name, "size": size, "precision": precision}
     for norm, times in seen.items():
-        row[norm] = {"ms": 1e3 * median(times), "ratio": ratio(seen, norm)}
-        row[norm] |= {"peak_ratio": peaks[norm] / peaks["bn"]} if peaks["bn"] else {}
+        row[norm] = {"ms": 1e3 * median(times)} | _beside(norm, seen, peaks)
     return row
 
 
