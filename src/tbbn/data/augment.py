@@ -148,8 +148,16 @@ class ResizedCrop:
         n, channels, height, width = images.shape
         pad = padding((height, width)) if self.padded else 0
         top, left, box_height, box_width, flip = parameters.unbind(1)
-        vertical = _resize_matrix(top, box_height, height, self.crop or height, pad)  # (N, h, H)
-        horizontal = _resize_matrix(left, box_width, width, self.crop or width, pad, flip)  # (N, w, W)
+        upright = torch.zeros_like(flip)
+        if height == width:  # both axes in the same operations: on a GPU their number is their cost
+            start, length = parameters[:, :2].reshape(-1), parameters[:, 2:4].reshape(-1)
+            both = _resize_matrix(
+                start, length, width, self.crop or width, pad, torch.stack([upright, flip], 1).view(-1)
+            )
+            vertical, horizontal = both.unflatten(0, (n, 2)).unbind(1)
+        else:
+            vertical = _resize_matrix(top, box_height, height, self.crop or height, pad, upright)  # (N, h, H)
+            horizontal = _resize_matrix(left, box_width, width, self.crop or width, pad, flip)  # (N, w, W)
         if not images.is_floating_point():
             horizontal = horizontal / 255
         # Half precision would cost more than PIL's own rounding does.
@@ -248,9 +256,7 @@ def _coins(n: int, generator: Generator) -> Tensor:
     return torch.randint(0, 2, (n, 1), generator=generator).float()
 
 
-def _resize_matrix(
-    start: Tensor, length: Tensor, n_in: int, n_out: int, pad: int, flip: Tensor | None = None
-) -> Tensor:
+def _resize_matrix(start: Tensor, length: Tensor, n_in: int, n_out: int, pad: int, flip: Tensor) -> Tensor:
     """Matrices (N, n_out, n_in) that resize the box [start, start + length) of a padded axis to n_out pixels.
 
     Output pixel i lies at (i + 1/2) * length / n_out of the box and averages the box's pixels under a triangle whose
@@ -259,8 +265,7 @@ def _resize_matrix(
     pixels = torch.arange(n_in + 2 * pad, device=start.device, dtype=start.dtype)
     outputs = torch.arange(n_out, device=start.device, dtype=start.dtype).unsqueeze(1)
     start, length = start[:, None, None], length[:, None, None]
-    if flip is not None:
-        outputs = torch.where(flip[:, None, None] > 0.5, n_out - 1 - outputs, outputs)
+    outputs = torch.where(flip[:, None, None] > 0.5, n_out - 1 - outputs, outputs)
     step = length / n_out
     inside = pixels - start  # position in the box, (N, 1, n_in + 2 pad)
     weights = (1 - ((inside + 0.5 - (outputs + 0.5) * step) / step.clamp(min=1)).abs()).clamp_(min=0)
