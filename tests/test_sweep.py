@@ -70,10 +70,16 @@ def test_seeds_that_are_no_numbers(text: str) -> None:
         parse_seeds(text)
 
 
-@pytest.mark.parametrize("text", ["0", "1,1", "-1,2", ","])
+@pytest.mark.parametrize("text", ["1,1", "-1,2", ","])
 def test_seeds_that_cannot_be(text: str) -> None:
     with pytest.raises(UserError, match=r"seeds must be different numbers, none negative"):
         parse_seeds(text)
+
+
+def test_no_seeds_are_not_the_seed_0() -> None:
+    with pytest.raises(UserError, match=r"0 is a number of seeds, and none; the seed 0 is '0,' with a comma\."):
+        parse_seeds("0")
+    assert parse_seeds("0,") == (0,)
 
 
 def test_every_combination_has_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -152,7 +158,9 @@ def test_an_unfinished_run_is_run_to_its_end(tmp_path: Path) -> None:
 def test_a_folder_with_another_config_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     run_all(jobs(tmp_path / "run"))
     before = contents(tmp_path)
-    with pytest.raises(UserError, match=r"run: holds a run of another config; use --name or --overwrite\."):
+    with pytest.raises(
+        UserError, match=r"run: holds a run of another config \(train\.lr = .* there, 0\.2 now\); use --name"
+    ):
         run_all(jobs(tmp_path / "run", train__lr=0.2))
     assert contents(tmp_path) == before
 

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tbbn.config import RunConfig, Values, parse_value, resolve, to_toml
+from tbbn.config import RunConfig, Values, flatten, parse_value, resolve, to_dict
 from tbbn.engine import Event, run, run_lanes
 from tbbn.engine.check import check
 from tbbn.errors import UserError
@@ -80,6 +80,8 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     except ValueError:
         raise UserError(f"seeds must be a number of seeds or seeds with commas, got {text!r}.") from None
     if "," not in text and seeds:
+        if seeds[0] == 0:
+            raise UserError("seeds: 0 is a number of seeds, and none; the seed 0 is '0,' with a comma.")
         seeds = tuple(range(seeds[0]))
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise UserError(f"seeds must be different numbers, none negative, got {text!r}.")
@@ -138,8 +140,15 @@ def finished(job: Job) -> Record | None:
     if not (job.directory / "record.json").exists():
         return None
     record = load_record(job.directory)
-    if to_toml(record.run_config) != to_toml(job.config):
-        raise UserError(f"{job.directory}: holds a run of another config; use --name or --overwrite.")
+    there, now = (flatten(to_dict(config)) for config in (record.run_config, job.config))
+    changed = [key for key in {**there, **now} if there.get(key) != now.get(key)]
+    if changed:
+        first = changed[0]
+        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise UserError(
+            f"{job.directory}: holds a run of another config ({first} = {there.get(first)!r} there, {now.get(first)!r} "
+            f"now{others}); use --name or --overwrite."
+        )
     return record if record.status == "finished" else None
 
 

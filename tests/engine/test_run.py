@@ -24,7 +24,7 @@ from tbbn.engine.hyper import Hyper
 from tbbn.engine.run import Run
 from tbbn.engine.step import Step
 from tbbn.errors import UserError
-from tbbn.methods import METHODS
+from tbbn.methods import METHODS, Phase
 from tbbn.models import Network
 from tbbn.record import Record
 
@@ -599,3 +599,18 @@ def test_bfloat16_runs_and_keeps_weights_and_statistics_in_float32() -> None:
 def test_an_evaluation_of_nothing_is_refused_before_training(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Run(tiny(**settings))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "drops"), [(1, []), (2, [1]), (3, [2]), (4, [2, 3]), (5, [3, 4]), (10, [5, 8]), (160, [80, 120])]
+)
+def test_a_milestone_lies_at_its_share_of_the_epochs_rounded_up(epochs: int, drops: list[int]) -> None:
+    hyper = Hyper.of(tiny(train__epochs=epochs, train__lr=1.0, train__milestones=[0.5, 0.75]), Phase("train"))
+    rates = [hyper.lr_at(epoch) for epoch in range(epochs)]
+    assert rates[0] == 1.0
+    assert [e for e in range(1, epochs) if rates[e] < rates[e - 1]] == drops
+
+
+def test_a_share_that_is_whole_but_for_rounding_is_whole() -> None:
+    hyper = Hyper.of(tiny(train__epochs=100, train__lr=1.0, train__milestones=[0.55]), Phase("train"))
+    assert 0.55 * 100 > 55 and [hyper.lr_at(e) for e in (54, 55)] == [1.0, pytest.approx(0.1)]

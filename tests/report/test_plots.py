@@ -74,3 +74,22 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path, monkey
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match=r"plots need matplotlib; pip install 'tbbn\[bench\]'\."):
         accuracy_curves([record([[1.0]])], tmp_path / "x.png")
+
+
+def test_many_curves_look_different_and_their_legend_lies_beside_them(tmp_path: Path, figures: list[Any]) -> None:
+    norms = ["bn", "in", "gn", "sn", "brn", "cn", "tbbn", "adab2n", "weighted"]
+    records = [record([[1.0], [0.5, 0.7]], norm=norm) for norm in norms]
+    for method in ("er", "lucir"):
+        for norm in norms:
+            config = resolve(("test", {"norm.name": norm, "method.name": method}))
+            records.append(Record(to_dict(config), status="finished", task_sizes=[2, 2], accuracy=[[1.0], [0.4, 0.6]]))
+    accuracy_curves(records, tmp_path / "many.png")
+    (figure,) = figures
+    (axes,) = figure.axes
+    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines}
+    assert len(axes.lines) == len(looks) == 27
+    (legend,) = figure.legends
+    assert axes.get_legend() is None
+    figure.draw_without_rendering()
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert axes.get_window_extent().x1 < box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1

@@ -86,7 +86,7 @@ def test_groups_of_one_label_are_told_apart_by_what_differs() -> None:
     assert list(grouped([record(A), other, record(A, norm__name="gn")])) == [
         "ft + bn [digits]",
         "ft + bn [synthetic]",
-        "ft + gn",
+        "ft + gn [digits]",
     ]
 
 
@@ -193,3 +193,20 @@ def test_images_left_out_are_counted_and_named() -> None:
     note = "left out, as they could not be read: 4 image files (a.png, b.png, c.png, ...)."
     assert summary_table([one, other]).notes[-1] == note
     assert "left out" not in "".join(summary_table([record(A)]).notes)
+
+
+def test_rows_of_several_data_sets_or_scenarios_all_say_theirs() -> None:
+    mixed = [
+        record(A),
+        record(A, norm__name="tbbn", data__name="synthetic"),
+        record(A, norm__name="gn", data__online=True),
+    ]
+    assert list(grouped(mixed)) == [
+        "ft + bn [digits, data.online=False]",
+        "ft + tbbn [synthetic, data.online=False]",
+        "ft + gn [digits, data.online=True]",
+    ]
+
+
+def test_how_images_are_read_and_what_is_kept_makes_no_other_run() -> None:
+    assert list(grouped([record(A), record(B, seed=1, data__stream="yes", save__tasks="none")])) == ["ft + bn"]

@@ -21,7 +21,7 @@ def add(command: Command) -> None:
     _run_options(command("run", _run, line, _RUN_EXAMPLE), lanes="1")
     line = "The same for many runs on one GPU: as many at a time as pay."
     _run_options(command("sweep", _run, line, _SWEEP_EXAMPLE), lanes="auto")
-    line = "Go on with runs that were interrupted; those finished are left as they are."
+    line = "Go on with runs that had begun and were interrupted; those finished are left as they are."
     resume = command("resume", _resume, line, "tbbn resume runs/demo")
     resume.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, or folders of runs")
     resume.add_argument("--lanes", default="1", help="runs at a time on one device, or auto (default: 1)")

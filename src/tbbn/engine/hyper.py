@@ -48,7 +48,9 @@ class Hyper:
         if self.schedule == "cosine":
             return self.lr * 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
         if self.schedule == "multistep":
-            return self.lr * self.gamma ** sum(epoch >= round(m * self.epochs) for m in self.milestones)
+            # Rounded up, so that a short run does not pass a milestone before its first step; less what a product may be off by.
+            passed = sum(epoch >= math.ceil(m * self.epochs - 1e-9) for m in self.milestones)
+            return self.lr * self.gamma**passed
         return self.lr
 
 

@@ -14,6 +14,8 @@ from tbbn.report.tables import grouped
 # Okabe and Ito's colours: apart for colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
+FEW = 6  # curves whose legend fits between them
+
 
 def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
     """Mean accuracy over the tasks seen so far, after each task; a band shows the standard deviation over seeds."""
@@ -35,9 +37,11 @@ def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
         length = min(map(len, curves))
         tasks = range(1, length + 1)
         mean = [100 * statistics.fmean(c[t] for c in curves) for t in range(length)]
-        colour, marker = COLOURS[i % len(COLOURS)], "os^Dv<>p"[i % 8]
+        turn = i // len(COLOURS)  # after the last colour they begin again, with other lines and markers
+        colour, marker, line = COLOURS[i % len(COLOURS)], "os^Dv<>p"[(i + turn) % 8], ("-", "--", ":", "-.")[turn % 4]
         seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
-        axes.plot(tasks, mean, color=colour, marker=marker, markersize=5, label=_literal(f"{name} ({seeds})"))
+        label = _literal(f"{name} ({seeds})")
+        axes.plot(tasks, mean, color=colour, marker=marker, linestyle=line, markersize=5, label=label)
         if len(curves) > 1:
             spread = [100 * statistics.stdev(c[t] for c in curves) for t in range(length)]
             low = [m - s for m, s in zip(mean, spread, strict=True)]
@@ -49,7 +53,12 @@ def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if names:
-        axes.legend(frameon=False)
+        if len(names) <= FEW:
+            axes.legend(frameon=False)
+        else:  # beside the curves, in a picture as high and wide as that takes
+            figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+            longest = max(len(text) for text in axes.get_legend_handles_labels()[1])
+            figure.set_size_inches(6.4 + 0.085 * longest, max(4.0, 0.6 + 0.21 * len(names)))
         axes.set_title(_literal(", ".join(dict.fromkeys(names))))
     path = Path(path)
     known = figure.canvas.get_supported_filetypes()

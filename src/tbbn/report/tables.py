@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tbbn.config import RunConfig, flatten, to_dict
+from tbbn.config import RunConfig, SaveConfig, flatten, to_dict
 from tbbn.engine.forecast import TaskForecast
 from tbbn.errors import choose, printable
 from tbbn.metrics import FORMULAS
@@ -126,22 +126,34 @@ def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
     alike: dict[str, list[RunConfig]] = {}
     for config in groups:
         alike.setdefault(config.label, []).append(config)
-    names = {config: name for configs in alike.values() for config, name in _told_apart(configs).items()}
+    always = _scenario_settings(list(groups))
+    names = {config: name for configs in alike.values() for config, name in _told_apart(configs, always).items()}
     return {names[config]: members for config, members in groups.items()}
 
 
 def _but_for_seed(config: RunConfig) -> RunConfig:
     """The config without its seeds, and without what says where it ran rather than what was done."""
-    data = replace(config.data, class_order_seed=-1, root="", download=True)
-    return replace(config, seed=0, device="", threads=0, data=data)
+    data = replace(config.data, class_order_seed=-1, root="", download=True, stream="auto")
+    return replace(config, seed=0, device="", threads=0, data=data, save=SaveConfig())
 
 
-def _told_apart(configs: Sequence[RunConfig]) -> dict[RunConfig, str]:
-    """A name for each of these configs, whose labels are one: the label and as few settings as tell them apart."""
+def _scenario_settings(configs: Sequence[RunConfig]) -> list[str]:
+    """What every row must say where not all are of one scenario: the data set, and in what runs of one data set differ."""
+    names = dict.fromkeys(config.data.name for config in configs)
+    chosen = ["data.name"] if len(names) > 1 else []
+    for key in ("tasks", "base_classes", "stop_after", "online"):
+        if any(len({getattr(c.data, key) for c in configs if c.data.name == name}) > 1 for name in names):
+            chosen.append(f"data.{key}")
+    return chosen
+
+
+def _told_apart(configs: Sequence[RunConfig], always: Sequence[str]) -> dict[RunConfig, str]:
+    """A name for each of these configs, whose labels are one: the label, what is always said, and as few settings more
+    as tell them apart."""
     trees = [flatten(to_dict(config)) for config in configs]
     keys = sorted({key for tree in trees for key in tree}, key=lambda k: (k != "data.name", k))
-    chosen: list[str] = []
-    seen: list[tuple[str, ...]] = [()] * len(trees)
+    chosen = list(always)
+    seen = [tuple(str(tree.get(key)) for key in always) for tree in trees]
     for key in keys:
         longer = [(*known, str(tree.get(key))) for known, tree in zip(seen, trees, strict=True)]
         if len(set(longer)) > len(set(seen)):
