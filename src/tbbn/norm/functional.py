@@ -27,7 +27,7 @@ from tbbn.norm.plan import Plan
 _OFF_CENTRE = 0.1
 
 # Looked for, not imported: kernels are a matter of CUDA tensors.
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def task_balanced_batch_norm(
@@ -59,17 +59,24 @@ def task_balanced_batch_norm(
         with torch.autocast(device, enabled=False):
             return task_balanced_batch_norm(x, running_mean, running_var, weight, bias, plan, momentum, eps)
     plan = plan.to(x.device, statistics_dtype(x))
-    if x.is_cuda and HAS_TRITON:
-        from tbbn.norm import kernels
-
-        if kernels.available(x, plan):
-            return kernels.planned_norm(x, weight, bias, plan, eps, running_mean, running_var, momentum)[0]
+    kernels = cuda_kernels(x, plan)
+    if kernels is not None:
+        return kernels.planned_norm(x, weight, bias, plan, eps, running_mean, running_var, momentum)[0]
     if not compiling:
         return _Planned.apply(x, weight, bias, plan, eps, running_mean, running_var, momentum)
     y, mean, var = reference(x, weight, bias, plan, eps)
     with torch.no_grad():
         _update_running(running_mean, running_var, mean, var, plan, x[0, 0].numel(), momentum)
     return y
+
+
+def cuda_kernels(x: Tensor, plan: Plan | None) -> Any:
+    """The module of CUDA kernels, where they can do this; its import imports Triton."""
+    if not (x.is_cuda and _TRITON):
+        return None
+    from tbbn.norm import kernels
+
+    return kernels if kernels.available(x, plan) else None
 
 
 def activated(y: Tensor, relu: bool, residual: Tensor | None) -> Tensor:

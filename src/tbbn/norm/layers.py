@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.errors import UserError
-from tbbn.norm.functional import HAS_TRITON, activated, move, statistics_dtype, task_balanced_batch_norm
+from tbbn.norm.functional import activated, cuda_kernels, move, statistics_dtype, task_balanced_batch_norm
 from tbbn.norm.plan import Layout, Plan, PlanOptions, whole_batch
 
 
@@ -82,15 +82,6 @@ class BalancedNorm(_BatchNorm):
 def recomputing() -> bool:
     """Whether this forward runs inside a backward pass: activation checkpointing is repeating it."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def cuda_kernels(x: Tensor, plan: Plan | None) -> Any:
-    """The module of CUDA kernels, where they can do this; its import imports Triton."""
-    if not (x.is_cuda and HAS_TRITON):
-        return None
-    from tbbn.norm import kernels
-
-    return kernels if kernels.available(x, plan) else None
 
 
 def norm_relu(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:

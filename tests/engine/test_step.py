@@ -1,0 +1,39 @@
+"""The training step: what is made for speed gives the bits of what it replaces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tinyrun import finish, tiny
+from torch import Tensor
+
+from tbbn.engine import step
+
+
+@pytest.mark.parametrize(
+    "settings", [{"norm__name": "tbbn"}, {"method__name": "lucir"}, {"batch__forward": "separate"}]
+)
+def test_working_copies_give_the_bits_of_autocast(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(precision="bf16", data__stop_after=2, train__epochs=1, **settings)
+    by_autocast = finish(config).network.state_dict()
+    made = []
+    prepared = step.Step.__post_init__
+
+    def with_copies(self: step.Step) -> None:
+        prepared(self)
+        self.working = step.WorkingCopies(self.network, self.parameters)
+        made.append(self.working)
+
+    monkeypatch.setattr(step.Step, "__post_init__", with_copies)
+    by_copies = finish(config).network.state_dict()
+    assert made and all(copies.weights for copies in made)
+    assert set(by_copies) == set(by_autocast)
+    assert all(torch.equal(by_copies[name], by_autocast[name]) for name in by_autocast)
+
+
+def test_working_copies_leave_frozen_weights_alone() -> None:
+    network = finish(tiny(data__stop_after=1)).network
+    trained = [p for name, p in network.named_parameters() if "convs.0" not in name]
+    copies = step.WorkingCopies(network, trained)
+    frozen: list[Tensor] = [p for name, p in network.named_parameters() if "convs.0" in name]
+    assert frozen and not any(weight is p for weight in copies.weights for p in frozen)
