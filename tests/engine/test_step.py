@@ -7,7 +7,8 @@ import torch
 from tinyrun import finish, tiny
 from torch import Tensor
 
-from tbbn.engine import step
+from tbbn.engine import Stepped, step
+from tbbn.engine.run import Run
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,14 @@ def test_working_copies_leave_frozen_weights_alone() -> None:
     copies = step.WorkingCopies(network, trained)
     frozen: list[Tensor] = [p for name, p in network.named_parameters() if "convs.0" in name]
     assert frozen and not any(weight is p for weight in copies.weights for p in frozen)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_ends_the_run_in_its_epoch_though_every_loss_was(bad: float) -> None:
+    job = Run(tiny(train__epochs=1))
+    for event in job.recorded(None):
+        if isinstance(event, Stepped) and event.step == event.steps:
+            with torch.no_grad():
+                next(job.network.parameters())[0, 0, 0, 0] = bad
+    assert job.record.status == "diverged" and not job.record.accuracy
+    assert "not finite in task 1, phase 'train', epoch 1" in job.record.message
