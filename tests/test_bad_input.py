@@ -155,8 +155,13 @@ def test_an_output_that_cannot_be_written(out: str, tmp_path: Path, capsys: Capt
 def test_a_picture_of_no_known_kind(tmp_path: Path, capsys: Capture) -> None:
     assert main(["run", *SYNTHETIC, "--out", str(tmp_path), "--name", "x", "--quiet"]) == 0
     capsys.readouterr()
-    assert main(["report", str(tmp_path / "x"), "--plot", str(tmp_path / "new/curves.xyz")]) == 2
-    assert re.search(r"curves\.xyz: curves are drawn as .*\.png.*, got '\.xyz'\.", capsys.readouterr().err)
+    line = refused(capsys, "report", str(tmp_path / "x"), "--plot", str(tmp_path / "new/curves.xyz"))
+    assert re.search(r"curves\.xyz: curves are drawn as .*\.png.*, got '\.xyz'\.", line)
+    line = refused(capsys, "report", str(tmp_path / "x"), "--plot", str(tmp_path / "x/record.json/curves.png"))
+    assert "record.json" in line
+    assert "unknown format" in refused(
+        capsys, "report", str(tmp_path / "x"), "--format", "xyz", "--plot", str(tmp_path / "new/curves.png")
+    )
     assert not (tmp_path / "new").exists()
 
 

@@ -72,7 +72,7 @@ def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], m
         ("--backbone resnet33", "unknown backbone 'resnet33'; choose one of: "),
         ("--lanes two", "--lanes must be numbers with commas, got 'two'."),
         ("--epochs 1", "--epochs must be at least 2, the first being left out, got 1."),
-        ("--device gpu", "unknown device 'gpu'; choose one of: auto, cpu, cuda."),
+        ("--device gpu", "unknown device 'gpu'; use 'cuda' for a GPU, 'cpu' or 'auto'."),
         ("--device cpu --precision bf16", "--precision: a CPU is measured in fp32, got bf16."),
     ],
 )

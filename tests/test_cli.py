@@ -227,7 +227,16 @@ def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: py
         ("run --data folder:/nowhere", r"/nowhere"),
         ("run --data mnist --data.download false --data.root /nowhere", r"mnist"),
         ("list method", r"unknown list 'method'; .*Did you mean 'methods'\?"),
-        ("show", r"the following arguments are required: RUN; see tbbn show --help\."),
+        ("run --norm bn tbbn", r"--norm bn tbbn: several values have commas between them: --norm bn,tbbn\."),
+        ("run demo --norm bn, tbbn", r"several values have commas between them: --norm bn,tbbn\."),
+        ("sweep --method ft er --seeds 2", r"several values have commas between them: --method ft,er\."),
+        ("bench --norm bn tbbn", r"several values have commas between them: --norm bn,tbbn\."),
+        ("list", r"WHAT is needed: one of methods, norms, .*, quirks; see tbbn list --help\."),
+        ("data", r"ACTION is needed: pack or check; see tbbn data --help\."),
+        ("data pck", r"invalid choice: 'pck' \(choose from '?pack'?, '?check'?\)"),
+        ("data pack x", r"^tbbn: DEST is needed: the folder to pack into: .*; see tbbn data pack --help\."),
+        ("show", r"RUN is needed: a run's folder, such as runs/demo/ft-tbbn-0; see tbbn show --help\."),
+        ("report", r"RUN is needed: runs' folders, or folders of runs; see tbbn report --help\."),
         ("show /nowhere", r"/nowhere: no run here; a run's folder holds a record\.json\."),
         ("report /nowhere", r"/nowhere: no run here"),
     ],
@@ -326,6 +335,43 @@ def test_a_first_signal_lets_the_runs_save_themselves_at_once(
         assert one.status == "finished" and (one.accuracy, one.history) == (other.accuracy, other.history)
 
 
+@pytest.mark.parametrize("lanes", ["1", "2"])
+def test_resume_begins_the_runs_of_a_sweep_that_had_not_begun(
+    lanes: str, runs: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tbbn.engine.step import Step
+
+    def interrupted(self: Step, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+    words = ["run", *TINY, "--norm", "bn,gn(groups=8)", "--seeds", "2", "--lanes", lanes, "--quiet"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Step, "train", interrupted)
+        assert main([*words, "--out", str(tmp_path), "--name", "few"]) == 130
+    assert len(list(tmp_path.rglob("record.json"))) < 4
+    capsys.readouterr()
+    assert main(["resume", str(tmp_path / "few"), "--lanes", lanes, "--json", "--quiet"]) == 0
+    found = {Path(entry["directory"]): entry["status"] for entry in json.loads(capsys.readouterr().out)}
+    assert found == dict.fromkeys((tmp_path / "few" / run.name for run in runs.iterdir() if run.is_dir()), "finished")
+    for folder in found:
+        assert load_record(folder).accuracy == load_record(runs / folder.name).accuracy
+
+
+def test_a_run_and_a_sweep_do_not_share_a_folder(tmp_path: Path, capsys: Capture) -> None:
+    words = ["run", *TINY, "--out", str(tmp_path), "--quiet", "--name"]
+    assert main([*words, "one"]) == 0 and main([*words, "two", "--seeds", "2"]) == 0
+    capsys.readouterr()
+    before = files(tmp_path)
+    way_out = "; use another --name, or delete that folder."
+    line = mistake(capsys, *words, "one", "--seeds", "2")
+    assert line == f"tbbn: {tmp_path / 'one'}: holds a run, and no other fits inside it{way_out}"
+    for more in ((), ("--overwrite",)):
+        line = mistake(capsys, *words, "two", *more)
+        assert line == f"tbbn: {tmp_path / 'two'}: holds a sweep, and no run fits around it{way_out}"
+    assert files(tmp_path) == before
+    assert main([*words, "one"]) == 0 and main([*words, "two", "--seeds", "3"]) == 0
+
+
 def test_a_second_signal_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     with sweep.stoppable() as stop:
         assert not stop()
@@ -394,6 +440,19 @@ def test_the_lists_are_the_registries(capsys: Capture) -> None:
         assert set(json.loads(capsys.readouterr().out)) == set(registry)
 
 
+def test_the_list_of_norms_names_every_option(capsys: Capture) -> None:
+    assert main(["list", "norms", "--json"]) == 0
+    for name, line in json.loads(capsys.readouterr().out).items():
+        options = re.split(r"[;,] ", re.findall(r"\(([^()]*)\)$", line)[0])
+        with pytest.raises(tbbn.errors.UserError) as refused:  # which names all that are taken
+            tbbn.convert(torch.nn.BatchNorm2d(16), name, nothing=1)
+        assert sorted(o.partition("=")[0] for o in options) == str(refused.value).split(": ")[2].split(".")[0].split(
+            ", "
+        )
+    assert main(["list", "norms"]) == 0
+    assert "group norm (channels_per_group, groups=16; affine, eps)\n" in capsys.readouterr().out
+
+
 def test_show_prints_the_matrix_and_every_metric(runs: Path, capsys: Capture) -> None:
     assert main(["show", str(runs / "ft-bn-0")]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -408,7 +467,9 @@ def test_show_prints_the_matrix_and_every_metric(runs: Path, capsys: Capture) ->
 
 
 def test_show_of_a_folder_of_runs_names_one(runs: Path, capsys: Capture) -> None:
-    assert "holds 4 runs, not one; give one of them, such as" in mistake(capsys, "show", str(runs))
+    for folder in (runs, runs.parent):
+        line = mistake(capsys, "show", str(folder))
+        assert line.endswith(f"holds 4 runs, not one; give one of them, such as {runs / 'ft-bn-0'}.")
 
 
 def test_report_in_every_format(runs: Path, capsys: Capture) -> None:
@@ -456,6 +517,19 @@ def test_doctor_says_versions_device_data_and_disk(tmp_path: Path, capsys: Captu
     tree = json.loads(capsys.readouterr().out)
     assert tree["data"]["digits"] == "found" and tree["data"]["cifar100"] == "not found"
     assert tree["environment"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_doctor_says_when_torchvisions_ops_are_missing(
+    there: bool, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tbbn.vision import torchvision
+
+    monkeypatch.setattr(torchvision().extension, "_has_ops", lambda: there)
+    assert main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["environment"]["torchvision"]
+    missing = ", without its compiled ops; models, transforms and data sets work all the same"
+    assert re.fullmatch(r"[\d.+a-z]+" + ("" if there else missing), said)
 
 
 # Help.
@@ -521,6 +595,15 @@ def test_bars_on_a_terminal(columns: int, lanes: str, tmp_path: Path) -> None:
     assert "2 runs" in plain and "━" in plain
     assert "eeil(balanced_epochs=2) + bn, seed 1: A_f" in plain.replace("\r\n", " " if columns < 60 else "\n")
     assert "accuracy.png" in plain.replace("\r\n", "")
+
+
+def test_an_interrupt_while_torch_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    words = [sys.executable, "-m", "tbbn.cli", "list", "norms"]
+    places = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": places})
+    assert done.returncode == 130 and done.stdout == ""
+    assert done.stderr.startswith("tbbn: interrupted;") and done.stderr.count("\n") == 1
 
 
 def test_a_closed_pipe_is_no_error() -> None:

@@ -134,6 +134,17 @@ def test_a_label_says_method_norm_and_their_options() -> None:
     assert config.label == "eeil(kd=2.0) + cn(groups=8)"
 
 
+def test_a_label_leaves_out_the_options_that_other_settings_bring_along() -> None:
+    online = resolved(data__online=True, method__name="eeil", method__kd=2.0)
+    assert online.method.dict() == {"balanced_epochs": 1, "kd": 2.0} and online.label == "eeil(kd=2.0) + bn"
+    assert resolved(method__name="eeil", method__balanced_epochs=1).label == "eeil(balanced_epochs=1) + bn"
+    given = resolved(data__online=True, method__name="eeil", method__balanced_epochs=3)
+    assert given.label == "eeil(balanced_epochs=3) + bn"
+    assert resolved(quirks=["no-affine"], norm__name="in").label == "ft + in"
+    paper = resolved(data__name="imagenet100", protocol="paper", method__name="podnet", method__pod_flat=1.0)
+    assert paper.label == "podnet(pod_flat=1.0) + bn"
+
+
 # TOML.
 
 
@@ -327,7 +338,10 @@ def test_a_config_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ({"data.online": True, "batch.current_from": "union"}, r"data\.online needs batch\.current_from = 'task'"),
         ({"batch.memory_from": "old"}, r"unknown source of memory rows 'old'"),
         ({"save.tasks": "some"}, r"unknown tasks to save 'some'"),
-        ({"device": "gpu"}, r"device 'gpu' cannot be used here: .* Use 'cpu' or 'auto'\."),
+        (
+            {"device": "gpu"},
+            r"unknown device 'gpu'; use 'cuda' for a GPU \('cuda:1' for the second\), 'cpu' or 'auto'\.",
+        ),
     ],
 )
 def test_what_cannot_run_is_one_line_before_anything_is_done(layer: dict[str, Any], line: str) -> None:

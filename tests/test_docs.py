@@ -82,6 +82,27 @@ def test_what_the_examples_register_is_listed_and_runs_from_the_command_line(
     assert "lwf.temperature must be above 0" in capsys.readouterr().err
 
 
+def test_the_recipe_of_recipes_runs_as_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tbbn.cli import main
+
+    page = ROOT / "docs" / "recipes.md"
+    (recipe,) = blocks(page, "toml")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(recipe)
+    assert main(["run", "mine.toml", "--json", "--quiet"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    methods, norms = ("ft", "eeil(kd=2)"), ("bn", "tbbn(rule=uneven)")
+    expected = [(method, norm, seed) for method in methods for norm in norms for seed in (0, 1)]
+    assert [(e["method"], e["norm"], e["seed"]) for e in entries] == expected
+    assert {e["status"] for e in entries} == {"finished"}
+    folder = re.findall(r"such as `([^`]+)`", page.read_text())[0]
+    assert Path(entries[-1]["directory"]) == Path("runs/mine") / folder
+    assert main(["report", "runs/mine"]) == 0 and main(["run", "runs/mine/runs.toml", "--dry-run", "--json"]) == 0
+    assert main(["resume", "runs/mine", "--quiet"]) == 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_every_page_compiles_and_its_sessions_hold(page: Path, registries: None) -> None:
     names: dict[str, Any] = {"tbbn": tbbn, "torch": torch}  # one session a page

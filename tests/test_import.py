@@ -15,6 +15,7 @@ import torch
 before = set(sys.modules)
 start = time.perf_counter()
 import tbbn
+tbbn.convert  # all that there is to import is imported here
 took = time.perf_counter() - start
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(took)
@@ -34,8 +35,20 @@ def test_import_loads_torch_and_nothing_else_in_a_fifth_of_a_second():
     assert min(times) <= 0.2, times
 
 
+def test_torch_is_imported_at_the_first_use_and_every_name_is_there_before():
+    code = """
+import sys, tbbn
+assert "torch" not in sys.modules and set(tbbn.__all__) <= set(dir(tbbn))
+print(len([getattr(tbbn, name) for name in (*dir(tbbn), "errors", "norm")]))
+tbbn.nothing
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "AttributeError: module 'tbbn' has no attribute 'nothing'"
+    assert int(done.stdout) > 20
+
+
 # Who may import whom, besides itself and the leaves. The command line may import all, and nobody may import it.
-LEAVES = {"errors", "seeds", "vision", "metrics"}
+LEAVES = {"errors", "gpu", "seeds", "vision", "metrics"}
 BELOW_METHODS = {"models", "data", "norm"}
 BELOW_ENGINE = {"methods", *BELOW_METHODS, "config", "record"}
 ABOVE_ENGINE = {"engine", *BELOW_ENGINE, "paper"}
@@ -56,7 +69,7 @@ LAYERS: dict[str, set[str]] = {
     "bench": ABOVE_ENGINE,
     "report": {*ABOVE_ENGINE, "analysis", "sweep"},
 }
-STANDARD_LIBRARY_ONLY = {"errors", "metrics", "protocols", "config"}
+STANDARD_LIBRARY_ONLY = {"errors", "gpu", "metrics", "protocols", "config"}
 COMMAND_LINE = {"__main__", "cli", "catalogue", "commands"}
 
 

@@ -12,7 +12,7 @@ from tbbn.config import Choice
 from tbbn.engine import Stepped
 from tbbn.errors import UserError
 from tbbn.record import Record, load_record
-from tbbn.sweep import Axes, Job, expand, finished, parse_choice, parse_seeds, run_all, split_names
+from tbbn.sweep import PLAN, Axes, Job, expand, finished, parse_choice, parse_seeds, plan, planned, run_all, split_names
 
 TINY: dict[str, Any] = {
     "data.name": "synthetic:4x12x4x8",
@@ -201,3 +201,38 @@ def test_a_failing_run_stops_no_other(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_the_user_has_to_mend_ends_the_sweep(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"4 classes do not split into 3 equal tasks"):
         run_all(jobs(tmp_path, seeds=(0, 1), data__tasks=3))
+
+
+# The plan of a sweep.
+
+
+def test_a_plan_is_a_recipe_of_the_same_runs(tmp_path: Path) -> None:
+    axes = Axes(methods=("ft", "eeil(kd=2)"), norms=("bn", "gn(groups=8)"), seeds=(0, 4))
+    file = {**TINY, "protocol": "paper", "quirks": ("no-affine",), "train.milestones": (0.2, 0.9), "train.lr": 0.3}
+    given = {"norm.eps": 1e-4, "train.nesterov": False, "train.lr": 0.2, "data.root": 'a "b" \\ c'}
+    layers = [("mine.toml", file), ("command line", given)]
+    (tmp_path / PLAN).write_text(plan(layers, axes))
+    assert planned(tmp_path) == expand(layers, axes, tmp_path)
+
+
+def test_a_plan_is_there_before_the_first_run_and_gone_if_none_could_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, text = jobs(tmp_path / "new" / "sweep", seeds=(0, 1)), plan([("test", TINY)], Axes(seeds=(0, 1)))
+    seen: list[list[Job]] = []
+
+    def mistaken(*_: Any, **__: Any) -> Record:
+        seen.append(planned(tmp_path))
+        raise UserError("no such data")
+
+    monkeypatch.setattr(sweep, "run", mistaken)
+    with pytest.raises(UserError, match="no such data"):
+        run_all(made, plan=text)
+    assert seen == [made] and list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_sweep_leaves_the_plan_that_was_there(tmp_path: Path) -> None:
+    run_all(jobs(tmp_path, seeds=(0, 1)), plan="# as it was\n")
+    with pytest.raises(UserError, match="holds a run of another config"):
+        run_all(jobs(tmp_path, seeds=(0, 1), train__lr=0.2), plan="# another\n")
+    assert (tmp_path / PLAN).read_text() == "# as it was\n"

@@ -7,26 +7,32 @@ Three lines put it into a training loop of your own::
         loss = criterion(model(images), labels)                                  # rows [0, 48) are the new task
     model = tbbn.revert(model)                                                   # plain batch norm again, to deploy
 
-Importing this package loads torch and nothing else; the bench (``tbbn run``) needs ``pip install tbbn[bench]``.
+Importing this package loads nothing, its first use torch alone; the bench (``tbbn run``) needs ``pip install tbbn[bench]``.
 """
 
-from tbbn.norm import balance, convert, functional, penalty, revert, splits
-from tbbn.norm.layers import (
-    TaskBalancedBatchNorm1d,
-    TaskBalancedBatchNorm2d,
-    TaskBalancedBatchNorm3d,
-    WeightedBatchNorm1d,
-    WeightedBatchNorm2d,
-    WeightedBatchNorm3d,
-)
-from tbbn.norm.variants import (
-    AdaptiveBalancedNorm,
-    BatchRenorm,
-    ContinualNorm,
-    GroupNorm,
-    InstanceNorm,
-    SwitchableNorm,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tbbn.norm import balance, convert, functional, penalty, revert, splits
+    from tbbn.norm.layers import (
+        TaskBalancedBatchNorm1d,
+        TaskBalancedBatchNorm2d,
+        TaskBalancedBatchNorm3d,
+        WeightedBatchNorm1d,
+        WeightedBatchNorm2d,
+        WeightedBatchNorm3d,
+    )
+    from tbbn.norm.variants import (
+        AdaptiveBalancedNorm,
+        BatchRenorm,
+        ContinualNorm,
+        GroupNorm,
+        InstanceNorm,
+        SwitchableNorm,
+    )
 
 __version__ = "0.1.0"
 
@@ -50,3 +56,16 @@ __all__ = [
     "revert",
     "splits",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Everything above at the first use of any of it: the command line can then be stopped while torch is imported."""
+    if name not in (*__all__, "errors", "norm"):
+        raise AttributeError(f"module 'tbbn' has no attribute {name!r}")
+    for home in map(import_module, ("tbbn.norm.layers", "tbbn.norm.variants", "tbbn.norm")):
+        globals().update({public: getattr(home, public) for public in __all__ if hasattr(home, public)})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,20 @@ def _methods() -> dict[str, str]:
 
 
 def _norms() -> dict[str, str]:
+    """What each norm is, and every option it takes: its own, then those that are batch norm's too."""
     from tbbn.norm import DESCRIPTIONS
+    from tbbn.norm.convert import _accepted, _classes
 
-    return dict(DESCRIPTIONS)
+    shared = _accepted(_classes("bn")[-1])
+    found = {}
+    for name, line in DESCRIPTIONS.items():
+        options = _accepted(_classes(name)[-1]) - {"device", "dtype"}
+        what, _, bracket = line.partition(" (")  # which may name some of them, with a default
+        said = {part.partition("=")[0]: part for part in re.findall(r"[\w=.]+", bracket)}
+        own = ", ".join(said.get(option, option) for option in sorted(options - shared))
+        every = "; ".join(filter(None, (own, ", ".join(sorted(options & shared)))))
+        found[name] = f"{what if own else line} ({every})".lstrip()
+    return found
 
 
 def _datasets() -> dict[str, str]:
@@ -80,7 +92,8 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
     try:
         from tbbn.vision import torchvision
 
-        torchvision()
+        if not torchvision().extension._has_ops():
+            facts["torchvision"] += ", without its compiled ops; models, transforms and data sets work all the same"
     except (UserError, ImportError, RuntimeError) as error:
         facts["torchvision"] = f"{facts['torchvision']}, cannot be used: {error}"
     facts["cpu kernel"] = native.status()

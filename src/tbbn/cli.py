@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from tbbn.commands import MODULES
 from tbbn.commands.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, Call
-from tbbn.commands.train import take_settings
+from tbbn.commands.train import check_commas, take_settings
 from tbbn.errors import UserError, choose, printable
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
+    """argparse with errors of one line, which say what an argument that is missing should be."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):
+            missing = re.findall(r"\w+", message)
+            message = "; ".join(f"{a.metavar} is needed: {a.help}" for a in self._actions if a.metavar in missing)
         raise UserError(f"{message}; see {self.prog} --help.")
 
 
@@ -33,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"a command is needed: {', '.join(names)}; tbbn run shows what this is, tbbn --help more.")
         if not words[0].startswith("-") and words[0] not in names:
             raise choose("command", words[0], names)
+        check_commas(words)
         settings, words = take_settings(words) if words[0] in ("run", "sweep") else ({}, words)
         chosen = parser.parse_args(words)
         chosen.settings = settings

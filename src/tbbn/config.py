@@ -121,8 +121,14 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """What tables and curves call it."""
-        return f"{self.method} + {self.norm}"
+        """What tables and curves call it. Options that other settings bring along, as ``data.online`` does, are left out."""
+        names = self.norm.name, self.method.name
+        implied = _implied(self.protocol, self.data.name, *names, self.quirks, self.data.online)
+
+        def said(kind: str, chosen: Choice) -> Choice:
+            return Choice(chosen.name, tuple((k, v) for k, v in chosen.options if implied.get(f"{kind}.{k}") != v))
+
+        return f"{said('method', self.method)} + {said('norm', self.norm)}"
 
 
 SECTIONS: dict[str, type] = {
@@ -142,10 +148,22 @@ def resolve(*layers: tuple[str, Values]) -> RunConfig:
         for key, value in layer.items():
             _check_name(key, where)
             values[key] = _typed(key, value, where)
-    protocol, data = values.get("protocol", "clean"), values.get("data.name", "digits")
+    implied = _implied(
+        values.get("protocol", "clean"),
+        values.get("data.name", "digits"),
+        values.get("norm.name", "bn"),
+        values.get("method.name", "ft"),
+        values.get("quirks", ()),
+        values.get("data.online", False),
+    )
+    return _build({**implied, **values})
+
+
+@functools.cache
+def _implied(protocol: str, data: str, norm: str, method: str, quirks: tuple[str, ...], online: bool) -> Values:
+    """What these settings bring along: what suits the data set, and what protocol, quirks and a single pass ask for."""
     if protocol not in PROTOCOLS:
-        raise choose("protocol", str(protocol), PROTOCOLS)
-    norm, method = values.get("norm.name", "bn"), values.get("method.name", "ft")
+        raise choose("protocol", protocol, PROTOCOLS)
     below: list[Values] = [DATA.get(data.split(":")[0], {})]
     if protocol == "paper":
         below += [
@@ -154,17 +172,14 @@ def resolve(*layers: tuple[str, Values]) -> RunConfig:
             PAPER_METHOD.get(method, {}),
             PAPER_METHOD.get(f"{method}/{data}", {}),
         ]
-    for quirk in values.get("quirks", ()):
+    for quirk in quirks:
         if quirk not in QUIRKS:
-            raise choose("quirk", str(quirk), QUIRKS)
+            raise choose("quirk", quirk, QUIRKS)
         if QUIRKS[quirk].applies(norm, method):
             below.append(QUIRKS[quirk].values)
-    if values.get("data.online"):
+    if online:
         below += [ONLINE, ONLINE_METHOD.get(method, {})]
-    merged: dict[str, Any] = {}
-    for layer in (*below, values):
-        merged.update(layer)
-    return _build(merged)
+    return {key: value for layer in below for key, value in layer.items()}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -211,9 +226,9 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return tree
 
 
-def to_toml(config: RunConfig) -> str:
-    """The config as a TOML document in which every setting is written out."""
-    tree = to_dict(config)
+def to_toml(config: RunConfig | Mapping[str, Any]) -> str:
+    """The config, or the tables given, as a TOML document; of a config every setting is written out."""
+    tree = to_dict(config) if isinstance(config, RunConfig) else config
     lines = [f"{k} = {_toml(v)}" for k, v in tree.items() if not isinstance(v, dict)]
     for name, table in tree.items():
         if isinstance(table, dict):

@@ -144,7 +144,7 @@ def load_record(path: str | Path) -> Record:
 
 def _instead(path: Path) -> str:
     """What to say about a path without a record: whether it is a folder of runs."""
-    inside = sorted(file.parent for file in path.glob("*/record.json"))
+    inside = sorted(file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{RECORD}"))
     if not inside:
         return "no run here; a run's folder holds a record.json."
     return f"holds {len(inside)} runs, not one; give one of them, such as {inside[0]}."

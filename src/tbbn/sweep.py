@@ -8,20 +8,22 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tbbn.config import RunConfig, Values, flatten, parse_value, resolve, to_dict
+from tbbn.config import RunConfig, Values, flatten, parse_value, resolve, to_dict, to_toml
 from tbbn.engine import Event, run, run_lanes
 from tbbn.engine.check import check
 from tbbn.errors import UserError
-from tbbn.record import FILES, Record, load_record, new_record
+from tbbn.paper import read_recipe
+from tbbn.record import FILES, RECORD, Record, load_record, new_record, write_atomic
 
 Layer = tuple[str, Values]
+PLAN = "runs.toml"  # in a sweep's folder, the recipe of all its runs
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,50 @@ def expand(layers: Sequence[Layer], axes: Axes, out: Path) -> list[Job]:
     return jobs
 
 
+def plan(layers: Sequence[Layer], axes: Axes) -> str:
+    """A recipe of what :func:`expand` makes of these."""
+    tree: dict[str, Any] = {}
+    for key, value in {key: value for _, layer in layers for key, value in layer.items()}.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return to_toml({**tree, "sweep": {name: values for name, values in asdict(axes).items() if values}})
+
+
+def planned(folder: Path) -> list[Job]:
+    """The runs of the sweeps in a folder, whether they have begun or not."""
+    jobs = []
+    for file in sorted(folder.rglob(PLAN)):
+        path, values, sweep = read_recipe(str(file))
+        jobs += expand([(str(path), values)], Axes(**{name: tuple(v) for name, v in sweep.items()}), path.parent)
+    return jobs
+
+
+def check_apart(jobs: Sequence[Job]) -> None:
+    """Refuse a run inside another's folder, and one around others: what is said of the folder would be said of them all."""
+    for folder in (job.directory for job in jobs):
+        for holder, what in ((folder.parent, RECORD), (folder, PLAN), (folder, f"*/{RECORD}")):
+            if any(holder.glob(what)):
+                held = "a run, and no other fits inside it" if what == RECORD else "a sweep, and no run fits around it"
+                raise UserError(f"{holder}: holds {held}; use another --name, or delete that folder.")
+
+
+@contextmanager
+def _kept(plan: str, jobs: Sequence[Job]) -> Iterator[None]:
+    """The plan in the jobs' folder before the first of them begins; if none could, nothing of it stays."""
+    folder = jobs[0].directory.parent
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / PLAN, plan.encode())
+        yield
+    except Exception:
+        if not any(job.directory.exists() for job in jobs):
+            for undo in ((folder / PLAN).unlink, *(place.rmdir for place in made)):
+                with suppress(OSError):
+                    undo()
+        raise
+
+
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
     """Whether to stop: a first Ctrl-C (or a scheduler's SIGTERM) asks the runs to save themselves, a second ends at once."""
@@ -137,7 +183,7 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 def finished(job: Job) -> Record | None:
     """The record of a job that was done before, with the same config; another config there is an error."""
-    if not (job.directory / "record.json").exists():
+    if not (job.directory / RECORD).exists():
         return None
     record = load_record(job.directory)
     there, now = (flatten(to_dict(config)) for config in (record.run_config, job.config))
@@ -167,10 +213,12 @@ def run_all(
     on_event: Callable[[Job, Event], None] | None = None,
     on_end: Callable[[Job, Record], None] | None = None,
     overwrite: bool = False,
+    plan: str = "",
     stop: Callable[[], bool] | None = None,
 ) -> list[Record]:
     """Do the jobs, ``lanes`` at a time (None: as many as pay); those finished before are taken as they are.
 
+    A ``plan`` is kept in the folder of several jobs, from where ``tbbn resume`` knows those that have not begun.
     Of several jobs a failing one stops no other; what the user has to mend (:class:`UserError`) ends a sweep without lanes.
     Once ``stop`` says yes, what is at work saves itself, and this raises KeyboardInterrupt.
     """
@@ -199,16 +247,17 @@ def run_all(
             end(job, records[job])
         elif overwrite:
             forget(job)
-    if lanes is None or lanes > 1:
-        configs, places = [job.config for job in todo], [job.directory for job in todo]
-        run_lanes(configs, lanes, directories=places, on_event=event, on_end=ended, stop=stop)
-        if stop is not None and stop():
-            raise KeyboardInterrupt
-    else:
-        for i, job in enumerate(todo):
-            end(job, _run_one(job, partial(event, i), stop, alone=len(jobs) == 1))
+    with _kept(plan, jobs) if plan and len(jobs) > 1 else nullcontext():
+        if lanes is None or lanes > 1:
+            configs, places = [job.config for job in todo], [job.directory for job in todo]
+            run_lanes(configs, lanes, directories=places, on_event=event, on_end=ended, stop=stop)
             if stop is not None and stop():
                 raise KeyboardInterrupt
+        else:
+            for i, job in enumerate(todo):
+                end(job, _run_one(job, partial(event, i), stop, alone=len(jobs) == 1))
+                if stop is not None and stop():
+                    raise KeyboardInterrupt
     return [records[job] for job in jobs]
 
 
@@ -220,7 +269,7 @@ def _run_one(job: Job, on_event: Callable[[Event], None], stop: Callable[[], boo
     except Exception as error:
         if alone:
             raise
-        there = (job.directory / "record.json").exists()
+        there = (job.directory / RECORD).exists()
         record = load_record(job.directory) if there else new_record(job.config)
         record.status, record.message = "failed", f"{type(error).__name__}: {error}"
         record.save(job.directory)

@@ -208,5 +208,14 @@ def test_rows_of_several_data_sets_or_scenarios_all_say_theirs() -> None:
     ]
 
 
+def test_options_that_online_runs_bring_along_are_not_named() -> None:
+    online = [record(A, data__online=True, method__name=name) for name in ("ft", "eeil", "podnet")]
+    assert list(grouped(online)) == ["ft + bn", "eeil + bn", "podnet + bn"]
+    given = record(A, data__online=True, method__name="eeil", method__balanced_epochs=2)
+    assert list(grouped([*online[:2], given])) == ["ft + bn", "eeil + bn", "eeil(balanced_epochs=2) + bn"]
+    both = [online[1], record(A, method__name="eeil")]
+    assert list(grouped(both)) == ["eeil + bn [data.online=True]", "eeil + bn [data.online=False]"]
+
+
 def test_how_images_are_read_and_what_is_kept_makes_no_other_run() -> None:
     assert list(grouped([record(A), record(B, seed=1, data__stream="yes", save__tasks="none")])) == ["ft + bn"]

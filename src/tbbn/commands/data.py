@@ -29,7 +29,7 @@ def add(command: Command) -> None:
     example = "tbbn data pack imagenet100 imagenet100-packed && tbbn run --data packed:imagenet100-packed"
     data = command("data", _data, "Pack images for fast runs, and check what was packed.", example)
     raw = argparse.RawDescriptionHelpFormatter
-    actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = data.add_subparsers(dest="action", required=True, metavar="ACTION", help="pack or check")
     made = actions.add_parser("pack", help="decode a tree of images once", description=_PACK, formatter_class=raw)
     made.epilog = "example: tbbn data pack tiny-imagenet-200 data/tiny-imagenet-packed --workers 8"
     made.set_defaults(call=_pack)

@@ -13,11 +13,11 @@ from tbbn.errors import choose, printable
 
 def add(command: Command) -> None:
     what = command("list", _list, "What there is to choose from.", "tbbn list methods")
-    what.add_argument("what", metavar="WHAT", help=", ".join(LISTS))
+    what.add_argument("what", metavar="WHAT", help=f"one of {', '.join(LISTS)}")
     what.add_argument("--json", action="store_true", help="as JSON")
     line = "One run: its accuracies task by task and every metric."
     show = command("show", _show, line, "tbbn show runs/demo/ft-tbbn-0")
-    show.add_argument("run", metavar="RUN", help="a run's folder")
+    show.add_argument("run", metavar="RUN", help="a run's folder, such as runs/demo/ft-tbbn-0")
     show.add_argument("--format", default="text", help="text, md, csv or latex")
     show.add_argument("--json", action="store_true", help="the whole record as JSON")
     line = "Runs as one table, mean ± std over seeds."
@@ -78,11 +78,14 @@ def _report(chosen: argparse.Namespace) -> int:
             | {"metrics": r.metrics}
             for f, r in zip(folders, records, strict=True)
         ]
-        print(json.dumps(entries, indent=1))
+        text = json.dumps(entries, indent=1)
     else:
-        print(summary_table(records).render(chosen.format))
-    if chosen.plot:
-        print(f"accuracy curves: {accuracy_curves(records, chosen.plot)}", file=sys.stderr)
+        text = summary_table(records).render(chosen.format)
+    # Drawn before anything is printed: a picture that cannot be written is a mistake, and a mistake has no output.
+    picture = accuracy_curves(records, chosen.plot) if chosen.plot else None
+    print(text)
+    if picture is not None:
+        print(f"accuracy curves: {picture}", file=sys.stderr)
     return 0
 
 

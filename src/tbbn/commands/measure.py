@@ -35,7 +35,7 @@ def _bench(chosen: argparse.Namespace) -> int:
 
     on_gpu = torch.cuda.is_available() if chosen.device == "auto" else chosen.device == "cuda"
     if chosen.device not in ("auto", "cpu", "cuda"):
-        raise choose("device", chosen.device, ("auto", "cpu", "cuda"))
+        raise UserError(f"unknown device {chosen.device!r}; use 'cuda' for a GPU, 'cpu' or 'auto'.")
     if on_gpu and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here.")
     if chosen.epochs < 2:

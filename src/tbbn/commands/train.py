@@ -14,6 +14,7 @@ from typing import Any
 from tbbn import config as cfg
 from tbbn.commands.common import EXIT_DIVERGED, EXIT_FAILED, Command, run_folders
 from tbbn.errors import UserError, printable
+from tbbn.paper import is_recipe
 
 
 def add(command: Command) -> None:
@@ -21,7 +22,7 @@ def add(command: Command) -> None:
     _run_options(command("run", _run, line, _RUN_EXAMPLE), lanes="1")
     line = "The same for many runs on one GPU: as many at a time as pay."
     _run_options(command("sweep", _run, line, _SWEEP_EXAMPLE), lanes="auto")
-    line = "Go on with runs that had begun and were interrupted; those finished are left as they are."
+    line = "Go on with runs that were interrupted, and begin those of a sweep that had not begun."
     resume = command("resume", _resume, line, "tbbn resume runs/demo")
     resume.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, or folders of runs")
     resume.add_argument("--lanes", default="1", help="runs at a time on one device, or auto (default: 1)")
@@ -66,10 +67,19 @@ def _shown(value: Any) -> str:
 
 
 _AXES = ("data.name", "norm.name", "method.name")  # which have options of their own
+_LISTS = ("--norm", "--method", "--seeds", "--quirks", "--train.milestones")
 RUN_OPTIONS = (
     *("norm", "method", "data", "seeds", "name", "out", "lanes"),
     *("dry-run", "overwrite", "json", "quiet", "help"),
 )
+
+
+def check_commas(words: list[str]) -> None:
+    """Refuse ``--norm bn tbbn``, in which the second name would be taken for a recipe."""
+    for option, value, other in zip(words, words[1:], words[2:], strict=False):
+        if option in _LISTS and not value.startswith("--") and not other.startswith("--") and not is_recipe(other):
+            together = f"{option} {value.rstrip(',')},{other}"
+            raise UserError(f"{option} {value} {other}: several values have commas between them: {together}.")
 
 
 def take_settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -99,10 +109,10 @@ def take_settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     return found, others
 
 
-def _jobs(chosen: argparse.Namespace) -> tuple[list[Any], Path]:
-    """The runs asked for, and the folder that holds them all."""
+def _jobs(chosen: argparse.Namespace) -> tuple[list[Any], Path, str]:
+    """The runs asked for, the folder that holds them all, and a recipe of them."""
     from tbbn.paper import read_recipe
-    from tbbn.sweep import Axes, expand, parse_seeds, split_names
+    from tbbn.sweep import Axes, expand, parse_seeds, plan, split_names
 
     given = dict(chosen.settings)
     if chosen.data:
@@ -131,26 +141,32 @@ def _jobs(chosen: argparse.Namespace) -> tuple[list[Any], Path]:
         parts = [given.get("data.name", "digits"), method or "ft", norm or "bn"]
         name = re.sub(r"[^\w.=+-]+", "_", "-".join(parts).replace(",", "+")).strip("_")
     folder = Path(chosen.out) / name
-    return expand(layers, axes, folder), folder
+    return expand(layers, axes, folder), folder, plan(layers, axes)
 
 
 def _run(chosen: argparse.Namespace) -> int:
-    jobs, folder = _jobs(chosen)
+    from tbbn.sweep import check_apart
+
+    jobs, folder, plan = _jobs(chosen)
     if chosen.dry_run:
         return _dry_run(jobs, chosen.json)
-    return _work(jobs, folder, chosen, overwrite=chosen.overwrite)
+    check_apart(jobs)
+    return _work(jobs, folder, chosen, overwrite=chosen.overwrite, plan=plan)
 
 
 def _resume(chosen: argparse.Namespace) -> int:
-    from tbbn.record import load_record
-    from tbbn.sweep import Job
+    from tbbn.record import RECORD, load_record
+    from tbbn.sweep import Job, planned
 
-    folders = run_folders(chosen.runs)
-    jobs = [Job(load_record(folder).run_config, folder) for folder in folders]
-    return _work(jobs, Path(chosen.runs[0]), chosen, overwrite=False)
+    known = {job.directory: job for text in chosen.runs for job in planned(Path(text))}
+    jobs = [
+        Job(load_record(folder).run_config, folder) if (folder / RECORD).exists() else known[folder]
+        for folder in run_folders(chosen.runs, list(known))
+    ]
+    return _work(jobs, Path(chosen.runs[0]), chosen)
 
 
-def _work(jobs: list[Any], folder: Path, chosen: argparse.Namespace, *, overwrite: bool) -> int:
+def _work(jobs: list[Any], folder: Path, chosen: argparse.Namespace, *, overwrite: bool = False, plan: str = "") -> int:
     from tbbn.report.progress import progress
     from tbbn.report.tables import summary_table
     from tbbn.sweep import run_all, stoppable
@@ -164,6 +180,7 @@ def _work(jobs: list[Any], folder: Path, chosen: argparse.Namespace, *, overwrit
             on_event=shown.event,
             on_end=shown.end,
             overwrite=overwrite,
+            plan=plan,
             stop=stop,
         )
     if chosen.json:

@@ -186,6 +186,10 @@ def device(config: RunConfig) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(config.device)
+    except RuntimeError:
+        ways = "'cuda' for a GPU ('cuda:1' for the second), 'cpu' or 'auto'"
+        raise UserError(f"unknown device {config.device!r}; use {ways}.") from None
+    try:
         if found.type == "meta":
             raise RuntimeError("tensors there hold no numbers")
         torch.empty(0, device=found)

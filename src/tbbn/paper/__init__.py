@@ -22,13 +22,16 @@ def describe(recipe: Path) -> str:
     return " ".join(line for line in lines if not line.startswith("tbbn run"))
 
 
+def is_recipe(name: str) -> bool:
+    """Whether it is the name of a recipe, or of a file that may be one."""
+    return name in recipes() or name.endswith(".toml") or (Path(name).exists() and not Path(name).is_dir())
+
+
 def read_recipe(name: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """A recipe by name or a TOML file: its path, its settings, and its [sweep] table."""
-    path = recipes().get(name)
-    if path is None:
-        if not name.endswith(".toml") and not Path(name).exists():
-            raise choose("recipe", name, recipes())
-        path = Path(name)
+    if not is_recipe(name) and not Path(name).is_dir():
+        raise choose("recipe", name, recipes())
+    path = recipes().get(name, Path(name))
     values = read_toml(path)
     sweep = {key.removeprefix("sweep."): values.pop(key) for key in list(values) if key.startswith("sweep.")}
     for option, value in sweep.items():
