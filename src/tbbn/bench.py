@@ -200,7 +200,7 @@ def _inside(module: nn.Module, work: Work) -> Work:
 
 def step_work(name: str, norm: str, precision: str, size: int, device: torch.device) -> Work:
     """Forward, cross-entropy, backward and SGD on a batch of 64 that lies on the device."""
-    fmt = torch.channels_last if device.type == "cpu" or precision == "bf16" else torch.contiguous_format
+    fmt = torch.contiguous_format if device.type == "cuda" and precision == "fp32" else torch.channels_last
     body = convert(backbone(name), norm).to(device, memory_format=fmt)  # type: ignore[call-overload]
     head = nn.Linear(body.n_features, 100).to(device)
     x = torch.randn(64, 3, size, size, device=device).contiguous(memory_format=fmt)

@@ -371,7 +371,7 @@ def test_a_layer_that_is_told_nothing_is_batch_norm_by_the_same_kernels(device, 
         norm.bias.copy_(bias)
     ours = tbbn.convert(copy.deepcopy(norm))
     for _ in range(2):
-        y = tbbn.norm.norm_relu(ours, x, beside)
+        y = tbbn.norm.normed(ours, x, residual=beside)
         want = F.relu(norm(x) + beside)
     assert apart(y, want) < 1e-6
     assert ours.num_batches_tracked.item() == 2

@@ -67,9 +67,9 @@ class Run:
         self.config = config
         self.method = check.check(config)
         self.device = check.device(config)
-        # Channels last pays on a CPU and for bf16; in float32 cuDNN seemed slower in it (docs/speed.md).
-        on_gpu = self.device.type == "cuda" and config.precision != "bf16"
-        self.memory_format = torch.contiguous_format if on_gpu else torch.channels_last
+        # Channels last pays on a CPU and for matrix units; where there is nothing but cuDNN it is slower (docs/speed.md).
+        plain = self.device.type == "cuda" and config.precision == "fp32"
+        self.memory_format = torch.contiguous_format if plain else torch.channels_last
         data = config.data
         self.source = check.load_source(config)
         self.scenario = scenario_of(config, self.source)

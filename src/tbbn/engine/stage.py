@@ -83,7 +83,7 @@ class LearningStage:
         return seeds.generator(self.seed, *purpose, self.number)
 
     def labels(self, rows: Tensor) -> Tensor:
-        return self.data.labels[rows.to(self.data.labels.device)]
+        return self.data.labels[sent(rows, self.data.labels.device)]
 
     # What a phase trains on. -----------------------------------------------------------------------------------------
 
@@ -231,8 +231,13 @@ class LearningStage:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device that the host does not wait for, as it would from memory that is not pinned."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    """The values on the device. The host does not wait for the copy, as it would for one from memory that is not pinned.
+
+    A wait in one lane is a wait in all: whoever is to enqueue their work stands still.
+    """
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _without_stages(output: Output) -> Output:
@@ -256,7 +261,7 @@ def evaluated(
     network.eval()
     try:
         ahead = data.ahead(rows.split(size))
-        for part, read in zip(rows.to(data.images.device).split(size), ahead, strict=False):
+        for part, read in zip(sent(rows, data.images.device).split(size), ahead, strict=False):
             yield keep(_forward(network, data.seen(part, read), precision))
     finally:
         network.train(was_training)

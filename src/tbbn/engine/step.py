@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tbbn.data import crop
 from tbbn.data.augment import Augment, evaluation_view, normalise
 from tbbn.data.batches import Batch
 from tbbn.data.stream import Ahead, Nothing, Streamed
@@ -131,18 +132,23 @@ class Step:
         torch.where(fresh_bad, self.seen, self.first_bad, out=self.first_bad)
 
     def batch(self, index: Tensor, drawn: list[Tensor]) -> Batch:
-        raw = self.data.raw(index, drawn)
-        n = self.shape.base_rows
-        images = self.augment.apply(raw[:n] if self.shape.extra_rows else raw, drawn[0])
-        if self.shape.extra_rows:
-            images = torch.cat([images, self.strong.apply(raw[n:], drawn[1])])
         shape = self.shape
         n_memory = shape.n_memory * shape.views if shape.layout else 0
         n_current = shape.n_current if shape.layout else shape.base_rows
         labels = self.data.labels[index]
-        return Batch(
-            self.data.normalised(images), labels, index, n_current, n_memory, shape.n_old_classes, shape.n_classes
-        )
+        images = self.images(index, drawn)
+        return Batch(images, labels, index, n_current, n_memory, shape.n_old_classes, shape.n_classes)
+
+    def images(self, index: Tensor, drawn: list[Tensor]) -> Tensor:
+        """The rows' images, augmented and normalised."""
+        n, more, data = self.shape.base_rows, self.shape.extra_rows, self.data
+        if not more and crop.suits(self.augment, data.images):
+            return crop.cropped(self.augment, data.images, index, drawn[0], data.mean, data.std, data.memory_format)
+        raw = data.raw(index, drawn)
+        images = self.augment.apply(raw[:n] if more else raw, drawn[0])
+        if more:
+            images = torch.cat([images, self.strong.apply(raw[n:], drawn[1])])
+        return data.normalised(images)
 
     def losses(self, batch: Batch) -> Losses:
         with autocast(self.precision, batch.images.device):

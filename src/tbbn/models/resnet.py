@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tbbn.models.base import Backbone, Features, global_average, kaiming
-from tbbn.norm import norm_relu
+from tbbn.models.convolution import Conv2d
+from tbbn.norm import normed
 
 
-def _conv(n_in: int, n_out: int, *, size: int = 3, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(n_in, n_out, size, stride=stride, padding=size // 2, bias=False)
+def _conv(n_in: int, n_out: int, *, size: int = 3, stride: int = 1) -> Conv2d:
+    return Conv2d(n_in, n_out, size, stride=stride, padding=size // 2, bias=False)
 
 
 class PadShortcut(nn.Module):
@@ -47,13 +48,10 @@ class BasicBlock(nn.Module):
                 self.downsample = nn.Sequential(_conv(n_in, n_out, size=1, stride=stride), nn.BatchNorm2d(n_out))
 
     def forward(self, x: Tensor, *, relu: bool = False) -> Tensor:
-        out = self.conv2(norm_relu(self.bn1, self.conv1(x)))
+        out, x, moments = self.conv1.convolved(x)
+        out, _, moments = self.conv2.convolved(normed(self.bn1, out, moments=moments))
         shortcut = x if self.downsample is None else self.downsample(x)
-        if relu:
-            return norm_relu(self.bn2, out, shortcut)
-        out = self.bn2(out)
-        out += shortcut
-        return out
+        return normed(self.bn2, out, relu=relu, residual=shortcut, moments=moments)
 
 
 class ResNet(Backbone):
@@ -118,7 +116,8 @@ class ResNet(Backbone):
         return blocks[-1](x)
 
     def forward(self, images: Tensor) -> Features:
-        x = norm_relu(self.bn1, self.conv1(images))
+        x, _, moments = self.conv1.convolved(images)
+        x = normed(self.bn1, x, moments=moments)
         if self.max_pool:
             x = F.max_pool2d(x, 3, stride=2, padding=1)
         stages: list[Tensor] = []

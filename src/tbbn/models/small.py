@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tbbn.models.base import Backbone, Features, global_average, kaiming
+from tbbn.models.convolution import Conv2d
 
 
 class SmallNet(Backbone):
@@ -20,7 +21,7 @@ class SmallNet(Backbone):
         self.last_relu = last_relu
         widths = (in_channels, 32, 64, self.n_features)
         pairs = list(pairwise(widths))
-        self.convs = nn.ModuleList(nn.Conv2d(n_in, n_out, 3, padding=1, bias=False) for n_in, n_out in pairs)
+        self.convs = nn.ModuleList(Conv2d(n_in, n_out, 3, padding=1, bias=False) for n_in, n_out in pairs)
         self.norms = nn.ModuleList(nn.BatchNorm2d(n_out) for _, n_out in pairs)
         kaiming(self)
 

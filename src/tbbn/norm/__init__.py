@@ -1,7 +1,7 @@
 """Normalisation layers: task-balanced batch norm and what it is compared with."""
 
 from tbbn.norm.convert import DESCRIPTIONS, NORMS, balance, convert, is_balanced, register, revert
-from tbbn.norm.layers import norm_relu
+from tbbn.norm.layers import normed
 from tbbn.norm.plan import splits
 from tbbn.norm.variants import penalty
 
@@ -11,7 +11,7 @@ __all__ = [
     "balance",
     "convert",
     "is_balanced",
-    "norm_relu",
+    "normed",
     "penalty",
     "register",
     "revert",

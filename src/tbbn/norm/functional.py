@@ -11,13 +11,13 @@ derivatives; ``_Planned`` is the fast eager form of it, and :mod:`tbbn.norm.nati
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tbbn.errors import UserError
+from tbbn.gpu import TRITON
 from tbbn.norm import native
 from tbbn.norm.plan import Plan
 
@@ -25,9 +25,6 @@ from tbbn.norm.plan import Plan
 # (the mean is more than 3 standard deviations off zero), values are first taken relative to the mean of the memory rows: these
 # are part of every group, so no group's mean is far from theirs against its spread.
 _OFF_CENTRE = 0.1
-
-# Looked for, not imported: kernels are a matter of CUDA tensors.
-_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def task_balanced_batch_norm(
@@ -72,7 +69,7 @@ def task_balanced_batch_norm(
 
 def cuda_kernels(x: Tensor, plan: Plan | None) -> Any:
     """The module of CUDA kernels, where they can do this; its import imports Triton."""
-    if not (x.is_cuda and _TRITON):
+    if not (x.is_cuda and TRITON):
         return None
     from tbbn.norm import kernels
 

@@ -49,11 +49,13 @@ def planned_norm(
     batches: Tensor | None = None,
     relu: bool = False,
     residual: Tensor | None = None,
+    moments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, group means (r, C) and biased group variances (r, C), as :func:`tbbn.norm.functional.reference` gives them.
 
-    Running statistics, where given, are updated in place, and ``batches`` counted, in the same launch. With ``relu`` the
-    output is ``relu(norm(x) + residual)``, the residual being optional.
+    Running statistics, where given, are updated in place, and ``batches`` counted, in the same launch. The output is
+    ``relu(norm(x) + residual)``, both being optional. ``moments`` (2, N, parts, C), where they are known, are the means and
+    variances of equal parts of every row: they spare a pass.
     """
     if torch.compiler.is_compiling():
         y, mean, var = torch.ops.tbbn.planned_norm(x, weight, bias, plan.gather, plan.scatter, eps)
@@ -62,15 +64,17 @@ def planned_norm(
             if batches is not None:
                 batches.add_(1)
         return activated(y, relu, residual), mean, var
-    if residual is not None and (not relu or residual.dtype != x.dtype or residual.shape != x.shape):
-        y, mean, var = planned_norm(x, weight, bias, plan, eps, running_mean, running_var, momentum, batches=batches)
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
+        y, mean, var = planned_norm(
+            x, weight, bias, plan, eps, running_mean, running_var, momentum, batches=batches, moments=moments
+        )
         return activated(y, relu, residual), mean, var
     if running_mean is None or running_var is None:
-        return _Planned.apply(x, weight, bias, residual, plan, eps, None, relu)
+        return _Planned.apply(x, weight, bias, residual, plan, eps, None, relu, moments)
     running = launches.Running(
         running_mean, running_var, plan.running, launches.unbiased(plan, x), momentum, batches, plan.total_variance
     )
-    result = _Planned.apply(x, weight, bias, residual, plan, eps, running, relu)
+    result = _Planned.apply(x, weight, bias, residual, plan, eps, running, relu, moments)
     torch.autograd.graph.increment_version((running_mean, running_var))
     return result
 
@@ -105,8 +109,11 @@ class _Planned(torch.autograd.Function):
         eps: float,
         running: launches.Running | None,
         relu: bool,
+        moments: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, mean, var = launches.forward(x, weight, bias, plan.gather, plan.scatter, eps, running, relu, residual)
+        y, mean, var = launches.forward(
+            x, weight, bias, plan.gather, plan.scatter, eps, running, relu, residual, moments
+        )
         # The residual itself is wanted only where a second derivative is; the graph behind it keeps it alive anyway.
         ctx.save_for_backward(x, weight, bias, plan.gather, plan.scatter, mean, var, y if relu else None, residual)
         ctx.eps, ctx.relu = eps, relu
@@ -117,16 +124,20 @@ class _Planned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 8
+            return (None,) * 9
         x, weight, bias, gather, scatter, mean, var, y, residual = ctx.saved_tensors
         if torch.is_grad_enabled():
             if ctx.relu:
                 grad = torch.where(y > 0, grad, 0)
             through = grad if residual is not None and ctx.needs_input_grad[3] else None
-            return (*_differentiable_backward(ctx, grad), through, None, None, None, None)
+            return (*_differentiable_backward(ctx, grad), through, None, None, None, None, None)
         wanted = residual is not None and ctx.needs_input_grad[3]
-        *grads, through = launches.all_gradients(grad, x, weight, bias, gather, scatter, mean, var, ctx.eps, y, wanted)
-        return (*_needed(ctx, grads), through if wanted else None, None, None, None, None)
+        # Without a ReLU the residual's gradient is the output's.
+        *grads, cut = launches.all_gradients(
+            grad, x, weight, bias, gather, scatter, mean, var, ctx.eps, y, wanted and ctx.relu
+        )
+        through = (cut if ctx.relu else grad) if wanted else None
+        return (*_needed(ctx, grads), through, None, None, None, None, None)
 
 
 def _needed(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

@@ -18,6 +18,7 @@ from tbbn.norm.plan import Plan
 # A tile that holds a channel's whole batch may have this many elements; above it, moments take a launch of their own.
 WHOLE_LIMIT = 16384
 _PROGRAMS = 256  # about two for each multiprocessor of a large card
+_LINE = 128  # bytes of a line of the cache
 
 
 class _Tile(NamedTuple):
@@ -34,8 +35,11 @@ class _Tile(NamedTuple):
         """About 32 elements for a thread."""
         return max(4, min(16, self.size // 1024))
 
-    def grid(self, rows: int, channels: int, pixels: int = 1) -> tuple[int, int, int]:
-        return -(-rows // self.rows), -(-channels // self.channels), -(-pixels // self.pixels)
+    def grid(self, rows: int, channels: int, pixels: int) -> tuple[int, int, int]:
+        return self.over(rows, channels, -(-pixels // self.pixels))
+
+    def over(self, rows: int, channels: int, parts: int) -> tuple[int, int, int]:
+        return -(-rows // self.rows), -(-channels // self.channels), parts
 
 
 class _Tiles(NamedTuple):
@@ -45,6 +49,7 @@ class _Tiles(NamedTuple):
     batch: int
     groups: int
     block: int  # channels of a program of the plan
+    parts: int = 1  # in which the pixels of a row are summed
 
     @property
     def warps(self) -> int:
@@ -55,7 +60,7 @@ class _Tiles(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size: int, limit: int) -> _Tiles:
-    """Tile shapes: enough programs to fill a card, no tile larger than registers hold, 32 bytes of neighbours together."""
+    """Tile shapes: enough programs to fill a card, no tile larger than registers hold, a line of neighbours together."""
     batch, image, wide = _power(rows), _power(pixels), _power(channels)
     # Of channels that lie next to each other a whole tile would take a few bytes here and there: for small tiles only.
     limit = limit // 8 if last else limit
@@ -65,15 +70,17 @@ def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size:
         return _Tiles(True, tile, tile, batch, _groups(groups, batch, block), block)
     every = rows * channels * pixels
     work = max(1024, min(4096, _power(every // _PROGRAMS + 1) // 2))
-    block = min(wide, 32 // size) if last else 1
-    while block > 8 and rows * -(-channels // block) < _PROGRAMS // 2:
-        block //= 2
-    long = min(image, 8192 // block if last else 4096)
+    block = min(wide, _LINE // size) if last else 1
+    wanted = max(_PROGRAMS, min(4 * _PROGRAMS, every // 8192))
+    parts, span = 1, pixels
+    while rows * -(-channels // block) * parts < wanted and span % 2 == 0 and span * block > 1024:
+        parts, span = 2 * parts, span // 2
+    long = min(_power(span), 8192 // block if last else 4096)
     sums = _Tile(max(1, min(batch, work // (long * block))), long, block)
     short = min(image, work // block)
     apply = _Tile(max(1, min(batch, work // (short * block))), short, block)
-    few = min(wide, max(1, channels // 32))  # channels of a program of the plan
-    return _Tiles(False, sums, apply, batch, _groups(groups, batch, few), few)
+    few = min(wide, max(1, channels // 128))  # channels of a program of the plan
+    return _Tiles(False, sums, apply, batch, _groups(groups, batch, few), few, parts)
 
 
 def _groups(groups: int, batch: int, block: int) -> int:
@@ -146,8 +153,9 @@ def _device(x: Tensor) -> AbstractContextManager[Any]:
 
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor, eps: float,
-    running: Running | None = None, relu: bool = False, residual: Tensor | None = None,
+    running: Running | None = None, relu: bool = False, residual: Tensor | None = None, moments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output and group statistics; ``moments`` (2, rows, parts, channels) are those of the rows, where someone has them."""
     x, strides = _dense(x)
     (rows, channels), pixels, groups = x.shape[:2], _pixels(x), gather.shape[0]
     tiles = _tiles(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
@@ -169,17 +177,22 @@ def forward(
                 *t, tiles.groups, *has, *after, *moved, num_warps=tiles.warps,
             )  # fmt: skip
             return y, mean, var
-        s = tiles.sums
-        row_mean, row_var = gather.new_empty((2, rows, channels)).unbind()
-        triton_code.moments[s.grid(rows, channels)](
-            x, row_mean, row_var, rows, channels, pixels, *strides, *s, num_warps=s.warps
-        )  # fmt: skip
+        factor, offset = gather.new_empty((2, rows, channels)).unbind()
+        if moments is None:
+            s, parts = tiles.sums, tiles.parts
+            part_mean, part_var = _parts(factor, offset, parts)
+            triton_code.moments[s.over(rows, channels, parts)](
+                x, part_mean, part_var, rows, channels, pixels, pixels // parts, *strides, *s, num_warps=s.warps
+            )  # fmt: skip
+        else:
+            part_mean, part_var = moments.unbind()
+            parts = moments.shape[2]
         triton_code.plan_forward[(-(-channels // tiles.block),)](
-            x, row_mean, row_var, *given, rows, channels, groups, strides[2], *plan_strides,
-            tiles.batch, tiles.block, tiles.groups, *has, *moved, num_warps=tiles.warps,
+            x, part_mean, part_var, factor, offset, *given, rows, channels, groups, strides[2], *plan_strides,
+            tiles.batch, tiles.block, tiles.groups, parts, moments is not None, *has, *moved, num_warps=tiles.warps,
         )  # fmt: skip
         triton_code.affine[t.grid(rows, channels, pixels)](
-            x, y, beside, row_mean, row_var, rows, channels, pixels, *strides, *t, *after, num_warps=t.warps
+            x, y, beside, factor, offset, rows, channels, pixels, *strides, *t, *after, num_warps=t.warps
         )  # fmt: skip
     return y, mean, var
 
@@ -217,16 +230,26 @@ def all_gradients(
             )  # fmt: skip
             return dx, dweight, dbias, dresidual
         s = tiles.sums
-        row_g, row_gx, level = gather.new_empty((3, rows, channels)).unbind()
-        triton_code.row_sums[s.grid(rows, channels)](
-            grad, x, output, mean, row_g, row_gx, rows, channels, pixels, *strides, *s, relu, num_warps=s.warps
+        factor, slope, level = gather.new_empty((3, rows, channels)).unbind()
+        part_g, part_gx = _parts(factor, slope, tiles.parts)
+        triton_code.row_sums[s.over(rows, channels, tiles.parts)](
+            grad, x, output, mean, part_g, part_gx, rows, channels, pixels, pixels // tiles.parts, *strides, *s, relu,
+            num_warps=s.warps,
         )  # fmt: skip
         triton_code.plan_backward[(-(-channels // tiles.block),)](
-            row_g, row_gx, level, *given, *plan_strides, tiles.batch, tiles.block, tiles.groups, *has,
-            num_warps=tiles.warps,
+            part_g, part_gx, factor, slope, level, *given, *plan_strides,
+            tiles.batch, tiles.block, tiles.groups, tiles.parts, *has, num_warps=tiles.warps,
         )  # fmt: skip
         triton_code.affine_backward[t.grid(rows, channels, pixels)](
-            grad, x, output, dx, dresidual, mean, row_g, row_gx, level, rows, channels, pixels, *strides,
+            grad, x, output, dx, dresidual, mean, factor, slope, level, rows, channels, pixels, *strides,
             *t, relu, residual, num_warps=t.warps,
         )  # fmt: skip
     return dx, dweight, dbias, dresidual
+
+
+def _parts(first: Tensor, second: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Room for sums over parts of rows: what they become takes the place of sums over whole rows."""
+    if parts == 1:
+        return first, second
+    one, two = first.new_empty((2, first.shape[0] * parts, first.shape[1])).unbind()
+    return one, two

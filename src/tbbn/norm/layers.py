@@ -84,11 +84,13 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def norm_relu(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """``relu(norm(x) + residual)`` with any norm, in one pass where the norm can."""
+def normed(
+    norm: nn.Module, x: Tensor, *, relu: bool = True, residual: Tensor | None = None, moments: Tensor | None = None
+) -> Tensor:
+    """``relu(norm(x) + residual)`` with any norm, in one pass where the norm can; moments that are known spare it one."""
     if isinstance(norm, PlannedNorm):
-        return norm(x, relu=True, residual=residual)
-    return activated(norm(x), True, residual)
+        return norm(x, relu=relu, residual=residual, moments=moments)
+    return activated(norm(x), relu, residual)
 
 
 class PlannedNorm(BalancedNorm):
@@ -122,8 +124,13 @@ class PlannedNorm(BalancedNorm):
             return layout.plan(self.options)  # moved to the input's place in the forward
         return layout.plan(self.options, tensor.device, statistics_dtype(tensor))
 
-    def forward(self, x: Tensor, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
-        """The norm; with ``relu``, ``relu(norm(x) + residual)``, which a GPU does in the same pass."""
+    def forward(
+        self, x: Tensor, *, relu: bool = False, residual: Tensor | None = None, moments: Tensor | None = None
+    ) -> Tensor:
+        """The norm, or ``relu(norm(x) + residual)``, which a GPU does in the same pass.
+
+        A convolution may have taken ``moments`` (2, N, parts, C) of ``x`` along: see :class:`tbbn.models.Conv2d`.
+        """
         self._check_input_dim(x)
         layout = self.layout_of(x)
         plan = None if layout is None else self.prepared(layout)
@@ -142,8 +149,9 @@ class PlannedNorm(BalancedNorm):
             weight, bias, eps = self.weight, self.bias, self.eps
             plan = plan.to(x.device, torch.float32)
             return kernels.planned_norm(
-                x, weight, bias, plan, eps, mean, var, momentum, batches=batches, relu=relu, residual=residual
-            )[0]
+                x, weight, bias, plan, eps, mean, var, momentum,
+                batches=batches, relu=relu, residual=residual, moments=moments,
+            )[0]  # fmt: skip
         momentum = self.next_momentum() if mean is not None else 0.0
         if mean is None or not self.output_statistics:
             y = task_balanced_batch_norm(x, mean, var, self.weight, self.bias, plan, momentum, self.eps)

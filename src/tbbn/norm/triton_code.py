@@ -35,28 +35,30 @@ def _centred(d, mask, n):
 
 @triton.jit
 def moments(
-    x, row_mean, row_var, B, C, P, sb, sp, sc, ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr
-):
-    """Mean and variance of every row over its pixels, relative to the channel's first element."""
+    x, part_mean, part_var, B, C, P, SPAN, sb, sp, sc,
+    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Mean and variance of every part of every row, SPAN pixels each, relative to the channel's first element."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    begin = tl.program_id(2) * SPAN
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
     mean = tl.zeros((ROWS, CHANNELS), tl.float32)
     square = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, P, PIXELS):
-        offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, P, sb, sp, sc)
-        d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
-        n = tl.minimum(P - start, PIXELS) * 1.0
+    for start in range(0, SPAN, PIXELS):
+        offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, SPAN, sb, sp, sc)
+        d = tl.load(x + begin * sp + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
+        n = tl.minimum(SPAN - start, PIXELS) * 1.0
         part, part_square = _centred(tl.where(mask, d, 0.0), mask, n)
         # Chan's rule joins the moments of this piece to those of the pieces before.
         share = n / (start + n)
         delta = part - mean
         mean += delta * share
         square += part_square + delta * delta * (share * start)
-    at = row[:, None] * C + channel[None, :]
+    at = (row[:, None] * (P // SPAN) + tl.program_id(2)) * C + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
-    tl.store(row_mean + at, mean, mask=there)
-    tl.store(row_var + at, square / P, mask=there)
+    tl.store(part_mean + at, mean, mask=there)
+    tl.store(part_var + at, square / SPAN, mask=there)
 
 
 @triton.jit
@@ -151,27 +153,39 @@ def whole_forward(
 
 @triton.jit
 def plan_forward(
-    x, row_mean, row_var, weight, bias, gather, scatter, mean, var,
+    x, part_mean, part_var, factor, offset, weight, bias, gather, scatter, mean, var,
     running_mean, running_var, running, unbiased, momentum, batches, eps,
     B, C, R, sc, gj, gb, vb, vj,
-    BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ABSOLUTE: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The plan alone: once for each channel, not once for each tile of it. A and S take the place of the moments."""
+    """The plan alone: once for each channel, not once for each tile of it. From the moments of equal PARTS of each row."""
     row = tl.arange(0, BATCH)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
-    at = row[:, None] * C + channel[None, :]
+    at = row[:, None] * (PARTS * C) + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
-    m = tl.load(row_mean + at, mask=there, other=0.0)
-    v = tl.load(row_var + at, mask=there, other=0.0)
+    m = tl.zeros((BATCH, CHANNELS), tl.float32)
+    for part in tl.static_range(PARTS):
+        m += tl.load(part_mean + at + part * C, mask=there, other=0.0)
+    m /= PARTS
+    v = tl.zeros((BATCH, CHANNELS), tl.float32)
+    for part in tl.static_range(PARTS):
+        v += tl.load(part_var + at + part * C, mask=there, other=0.0)
+        if PARTS > 1:
+            off = tl.load(part_mean + at + part * C, mask=there, other=0.0) - m
+            v += off * off
+    if ABSOLUTE:
+        m -= pivot[None, :]
     a, s = _forward_plan(
-        m, v, row, channel, pivot, tl.program_id(0) == 0, weight, bias, gather, scatter, mean, var,
+        m, v / PARTS, row, channel, pivot, tl.program_id(0) == 0, weight, bias, gather, scatter, mean, var,
         running_mean, running_var, running, unbiased, momentum, batches, eps, B, C, R, gj, gb, vb, vj,
         BATCH, CHANNELS, GROUPS, WEIGHT, BIAS, RUNNING, TOTAL, ON_DEVICE, COUNT,
     )  # fmt: skip
-    tl.store(row_mean + at, a, mask=there)
-    tl.store(row_var + at, s, mask=there)
+    at = row[:, None] * C + channel[None, :]
+    tl.store(factor + at, a, mask=there)
+    tl.store(offset + at, s, mask=there)
 
 
 @triton.jit
@@ -204,25 +218,26 @@ def _upstream(g, y, offsets, mask, RELU: tl.constexpr):
 
 @triton.jit
 def row_sums(
-    g, x, y, mean, row_g, row_gx, B, C, P, sb, sp, sc,
+    g, x, y, mean, part_g, part_gx, B, C, P, SPAN, sb, sp, sc,
     ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Sums of ``g`` and of ``g * (x - centre)`` over every row's pixels; the centre is the first group's mean."""
+    """Sums of ``g`` and of ``g * (x - centre)`` over every part of every row; the centre is the first group's mean."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    begin = tl.program_id(2) * SPAN * sp
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
     sum_g = tl.zeros((ROWS, CHANNELS), tl.float32)
     sum_gx = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, P, PIXELS):
-        offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, P, sb, sp, sc)
-        up = _upstream(g, y, offsets, mask, RELU)
-        d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
+    for start in range(0, SPAN, PIXELS):
+        offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, SPAN, sb, sp, sc)
+        up = _upstream(g, y, begin + offsets, mask, RELU)
+        d = tl.load(x + begin + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
         sum_g += tl.sum(up, 1)
         sum_gx += tl.sum(up * d, 1)
-    at = row[:, None] * C + channel[None, :]
+    at = (row[:, None] * (P // SPAN) + tl.program_id(2)) * C + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
-    tl.store(row_g + at, sum_g, mask=there)
-    tl.store(row_gx + at, sum_gx, mask=there)
+    tl.store(part_g + at, sum_g, mask=there)
+    tl.store(part_gx + at, sum_gx, mask=there)
 
 
 @triton.jit
@@ -293,24 +308,29 @@ def whole_backward(
 
 @triton.jit
 def plan_backward(
-    row_g, row_gx, level, weight, gather, scatter, mean, var, dweight, dbias, eps,
+    part_g, part_gx, factor, slope, level, weight, gather, scatter, mean, var, dweight, dbias, eps,
     B, C, P, R, gj, gb, vb, vj,
-    BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The transposed plan alone. A and X take the place of the sums."""
+    """The transposed plan alone, from the sums over PARTS of each row."""
     row = tl.arange(0, BATCH)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    at = row[:, None] * C + channel[None, :]
+    at = row[:, None] * (PARTS * C) + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
-    all_g = tl.load(row_g + at, mask=there, other=0.0)
-    all_gx = tl.load(row_gx + at, mask=there, other=0.0)
+    all_g = tl.zeros((BATCH, CHANNELS), tl.float32)
+    all_gx = tl.zeros((BATCH, CHANNELS), tl.float32)
+    for part in tl.static_range(PARTS):
+        all_g += tl.load(part_g + at + part * C, mask=there, other=0.0)
+        all_gx += tl.load(part_gx + at + part * C, mask=there, other=0.0)
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
     a, b, c = _backward_plan(
         all_g, all_gx, row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
         B, C, P, R, gj, gb, vb, vj, BATCH, CHANNELS, GROUPS, WEIGHT, BIAS,
     )  # fmt: skip
-    tl.store(row_g + at, a, mask=there)
-    tl.store(row_gx + at, b, mask=there)
+    at = row[:, None] * C + channel[None, :]
+    tl.store(factor + at, a, mask=there)
+    tl.store(slope + at, b, mask=there)
     tl.store(level + at, c, mask=there)
 
 

@@ -1,0 +1,52 @@
+"""From stored images to a network's input in one launch, for small images on a GPU.
+
+The same as tensor operations takes thirty, each of which costs its launch and little else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tbbn.data.augment import Augment, ResizedCrop, padding
+from tbbn.gpu import TRITON
+
+_LARGEST = 64  # side: larger matrices do not fit a program
+
+
+def suits(augment: Augment, images: object) -> bool:
+    """Whether there is a kernel for this augmentation of these images (N, C, H, W)."""
+    return (
+        TRITON
+        and isinstance(images, Tensor)
+        and images.is_cuda
+        and images.dtype == torch.uint8
+        and images.is_contiguous()
+        and isinstance(augment, ResizedCrop)
+        and max(*images.shape[2:], augment.crop or 0) <= _LARGEST
+    )
+
+
+def cropped(
+    augment: Augment, images: object, rows: Tensor, parameters: Tensor, mean: Tensor, std: Tensor,
+    memory_format: torch.memory_format,
+) -> Tensor:  # fmt: skip
+    """The rows of the stored images, augmented by their parameters and normalised: (n, C, h, w) float32."""
+    from tbbn.data import crop_code
+
+    assert isinstance(augment, ResizedCrop) and isinstance(images, Tensor)
+    _, channels, height, width = images.shape
+    size = (augment.crop or height, augment.crop or width)
+    pad = padding((height, width)) if augment.padded else 0
+    out = torch.empty((len(rows), channels, *size), device=images.device, memory_format=memory_format)
+    blocks = [_power(n) for n in (height, width, height + 2 * pad, width + 2 * pad, *size)]
+    with torch.cuda.device_of(images):
+        crop_code.crop[(len(rows), channels)](
+            images, rows, parameters.contiguous(), mean, std, out, channels, height, width, *size, pad, *out.stride(),
+            *blocks, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _power(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())

@@ -1,0 +1,79 @@
+"""A convolution that is `nn.Conv2d`, and on a GPU, in bf16, fp16 or tf32 and where channels are few, has kernels of its own.
+
+cuDNN's tiles are made for many channels: at the 16 to 64 of a CIFAR network it takes two to four times as long. What is gained
+beside: the convolution hands the first pass of the norm after it along, and adds a shortcut's gradient to its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tbbn.gpu import TRITON
+
+_MOST_CHANNELS = 64
+_MOST_PIXELS = 2**17  # of a batch; above it cuDNN has enough to do
+
+
+class Convolved(NamedTuple):
+    """What a convolution gives to a block: its output, its input again, and the output's moments if they came along.
+
+    What is done with ``again`` sends its gradient through the convolution, which adds it to its own in the same pass.
+    """
+
+    out: Tensor
+    again: Tensor
+    moments: Tensor | None  # (2, N, parts, C): means and variances of equal parts of every image
+
+
+class Conv2d(nn.Conv2d):
+    """`nn.Conv2d`, faster where it can be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernels = self._kernels(x)
+        return super().forward(x) if kernels is None else self._launched(kernels, x, False).out
+
+    def convolved(self, x: Tensor) -> Convolved:
+        """The convolution and what rides along with it: moments in training, if the kernels can."""
+        kernels = self._kernels(x)
+        if kernels is None or self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
+            return Convolved(self(x), x, None)
+        return self._launched(kernels, x, self.training)
+
+    def _launched(self, kernels: Any, x: Tensor, moments: bool) -> Convolved:
+        dtype = _computed_in(x)
+        x = x.to(dtype) if x.requires_grad else x  # images are turned as they are read
+        return Convolved(*kernels.convolve(x, self.weight.to(dtype), self.stride[0], moments))
+
+    def _kernels(self, x: Tensor) -> Any:
+        """The module of kernels, if this is a case for them; its import imports Triton."""
+        if not (x.is_cuda and TRITON) or torch.compiler.is_compiling() or not self._suits(x):
+            return None
+        from tbbn.models import convolution_kernels
+
+        return convolution_kernels if convolution_kernels.available(_computed_in(x)) else None
+
+    def _suits(self, x: Tensor) -> bool:
+        middle = self.kernel_size[0] // 2
+        return (
+            x.dim() == 4
+            and self.kernel_size in ((1, 1), (3, 3))
+            and self.stride in ((1, 1), (2, 2))
+            and self.padding == (middle, middle)
+            and self.padding_mode == "zeros"
+            and self.dilation == (1, 1)
+            and self.groups == 1
+            and self.bias is None
+            and max(self.in_channels, self.out_channels) <= _MOST_CHANNELS
+            and self.out_channels % 16 == 0
+            and (self.in_channels % 16 == 0 or not x.requires_grad)
+            and 0 < x.shape[0] * x.shape[2] * x.shape[3] <= _MOST_PIXELS
+        )
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """The type in which autocast would have it."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
