@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from tinyrun import finish, tiny
-from torch import Tensor
 
 from tbbn.engine import Stepped, step
 from tbbn.engine.run import Run
@@ -22,7 +21,8 @@ def test_working_copies_give_the_bits_of_autocast(settings: dict[str, str], monk
 
     def with_copies(self: step.Step) -> None:
         prepared(self)
-        self.working = step.WorkingCopies(self.network, self.parameters)
+        self.working = step.WorkingCopies(self.network)
+        self.teacher = None if self.previous is None else step.WorkingCopies(self.previous)
         made.append(self.working)
 
     monkeypatch.setattr(step.Step, "__post_init__", with_copies)
@@ -32,12 +32,19 @@ def test_working_copies_give_the_bits_of_autocast(settings: dict[str, str], monk
     assert all(torch.equal(by_copies[name], by_autocast[name]) for name in by_autocast)
 
 
-def test_working_copies_leave_frozen_weights_alone() -> None:
-    network = finish(tiny(data__stop_after=1)).network
-    trained = [p for name, p in network.named_parameters() if "convs.0" not in name]
-    copies = step.WorkingCopies(network, trained)
-    frozen: list[Tensor] = [p for name, p in network.named_parameters() if "convs.0" in name]
-    assert frozen and not any(weight is p for weight in copies.weights for p in frozen)
+def test_working_copies_leave_frozen_weights_without_a_gradient() -> None:
+    network = finish(tiny(data__stop_after=1)).network.train()
+    weights = {name: p for name, p in network.named_parameters() if "convs" in name}
+    for name, weight in weights.items():
+        weight.requires_grad_("convs.0" not in name)
+    network.zero_grad()
+    copies = step.WorkingCopies(network)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = copies(torch.randn(4, 3, 8, 8)).logits.float().square().mean()
+    loss.backward()
+    copies.hand_back()
+    assert len(weights) > 1
+    assert all((weight.grad is None) == ("convs.0" in name) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

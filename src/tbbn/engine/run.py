@@ -276,8 +276,8 @@ class Run:
         return optimizer
 
     def _divergence(self, stage: LearningStage, phase: Phase, epoch: int, losses: dict[str, float]) -> str:
-        bad = [int(eager(step).first_bad) for step in self.steps.values()]
-        at = f"step {min(b for b in bad if b >= 0)} of its kind of batch" if max(bad) >= 0 else "a step"
+        bad = [int(step.sound) + 1 for step in map(eager, self.steps.values()) if not step.totals.isfinite().all()]
+        at = f"step {min(bad)} of its kind of batch" if bad else "a step"
         norms = [(n, p.grad.norm().item()) for n, p in self.network.named_parameters() if p.grad is not None]
         largest = max(norms, key=lambda entry: entry[1] if math.isfinite(entry[1]) else math.inf, default=("none", 0.0))
         return (
@@ -342,7 +342,7 @@ class Run:
         )
         if block.shape in self.totals:
             step.names, step.totals, step.count = self.totals.pop(block.shape)
-            step.seen.fill_(step.count)
+            step.sound.fill_(step.count)
         # Short blocks would be captured for a step or two an epoch: not worth a graph.
         return Captured(step) if self.device.type == "cuda" and block.steps >= 8 else step
 

@@ -6,9 +6,11 @@ so a step can run eagerly, or be captured once as a CUDA graph and replayed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -100,11 +102,14 @@ class Step:
         self.names: list[str] = []
         self.count = 0  # steps since the totals were read
         self.totals = torch.zeros(0, device=self.data.images.device)
-        self.first_bad = torch.full((), -1, dtype=torch.int64, device=self.totals.device)  # step of the first bad loss
-        self.seen = torch.zeros_like(self.first_bad)
+        self.sound = torch.zeros(
+            (), dtype=torch.int64, device=self.totals.device
+        )  # of these, before a loss was not finite
         self.balanced = self.told and self.shape.layout and not self.separate and is_balanced(self.network)
         half = self.precision == "bf16" and self.totals.is_cuda
-        self.working = WorkingCopies(self.network, self.parameters) if half else None
+        self.working = WorkingCopies(self.network) if half else None
+        # Made once: nobody trains the previous network.
+        self.teacher = WorkingCopies(self.previous) if half and self.previous is not None else self.previous
 
     def __call__(self, index: Tensor, drawn: list[Tensor]) -> None:
         """Train on one batch: ``index`` (rows,), for each augmentation its parameters (rows, k), and the images if streamed."""
@@ -116,7 +121,7 @@ class Step:
         names = [*terms, "total"]
         if names != self.names:
             self.names, self.totals = names, torch.zeros(len(names), device=self.totals.device)
-        total = torch.stack(list(terms.values())).sum()
+        total = reduce(torch.add, terms.values())
         self.optimizer.zero_grad(set_to_none=True)
         total.backward()
         if self.working is not None:
@@ -127,9 +132,8 @@ class Step:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.optimizer.step()
         self.totals += torch.stack([*terms.values(), total]).detach().float()
-        self.seen += 1
-        fresh_bad = ~total.detach().isfinite() & (self.first_bad < 0)
-        torch.where(fresh_bad, self.seen, self.first_bad, out=self.first_bad)
+        so_far = self.totals[-1]
+        self.sound += so_far - so_far == 0  # once not finite, a sum stays so; isfinite would be four launches
 
     def batch(self, index: Tensor, drawn: list[Tensor]) -> Batch:
         shape = self.shape
@@ -153,9 +157,9 @@ class Step:
     def losses(self, batch: Batch) -> Losses:
         with autocast(self.precision, batch.images.device):
             previous = None
-            if self.previous is not None:
+            if self.teacher is not None:
                 with torch.no_grad():
-                    previous = self.previous(batch.images)
+                    previous = self.teacher(batch.images)
             output = self.forward(batch)
             terms = self.loss(batch, output, previous)
             extra = penalty(self.network) if self.balanced else None
@@ -183,19 +187,19 @@ class Step:
 
 
 class WorkingCopies:
-    """The network with bf16 copies in the place of the convolution weights being trained.
+    """The network with bf16 copies in the place of its convolutions' weights.
 
     Autocast makes the same copies, each in a launch of its own, and turns each gradient back in another: a quarter of all the
     launches of a ResNet-32 step. Here all are made together.
     """
 
-    def __init__(self, network: Network, trained: list[nn.Parameter]) -> None:
-        wanted = {id(p) for p in trained}
+    def __init__(self, network: Network) -> None:
         named = {f"{name}.weight": m.weight for name, m in network.named_modules() if isinstance(m, nn.Conv2d)}
-        named = {name: weight for name, weight in named.items() if id(weight) in wanted}
         self.network, self.weights = network, list(named.values())
-        self.copies = {name: weight.detach().bfloat16().requires_grad_() for name, weight in named.items()}
-        self.gradients = [torch.empty_like(weight) for weight in self.weights]
+        self.copies = {
+            name: weight.detach().bfloat16().requires_grad_(weight.requires_grad) for name, weight in named.items()
+        }
+        self.gradients = [torch.empty_like(weight) if weight.requires_grad else None for weight in self.weights]
 
     def __call__(self, images: Tensor) -> Output:
         return torch.func.functional_call(self.network, self.copies, (images,))
@@ -208,15 +212,15 @@ class WorkingCopies:
     @torch.no_grad()
     def hand_back(self) -> None:
         """Give the weights the gradients of their copies."""
-        reached = [i for i, copy in enumerate(self.copies.values()) if copy.grad is not None]
-        copies = list(self.copies.values())
-        if reached:
-            torch._foreach_copy_(
-                [self.gradients[i] for i in reached], [g for copy in copies if (g := copy.grad) is not None]
-            )
-        for i in reached:
-            assert self.weights[i].grad is None
-            self.weights[i].grad, copies[i].grad = self.gradients[i], None
+        made, found = [], []
+        for weight, copy, gradient in zip(self.weights, self.copies.values(), self.gradients, strict=True):
+            if copy.grad is not None:
+                assert weight.grad is None and gradient is not None
+                made.append(gradient)
+                found.append(copy.grad)
+                weight.grad, copy.grad = gradient, None
+        if made:
+            torch._foreach_copy_(made, found)
 
 
 def joined(first: Output, second: Output) -> Output:
@@ -275,14 +279,16 @@ def eager(step: Step | Captured) -> Step:
 
 
 def read_totals(steps: Iterable[Step | Captured]) -> dict[str, float]:
-    """The mean of each loss term over the steps since the last reading; the totals begin again."""
+    """The mean of each loss term over the steps since the last reading; the totals begin again, if they are finite."""
     sums: dict[str, float] = {}
     count = 0
     for step in map(eager, steps):
-        for name, value in zip(step.names, step.totals.tolist(), strict=True):
+        values = step.totals.tolist()
+        for name, value in zip(step.names, values, strict=True):
             sums[name] = sums.get(name, 0.0) + value
-        step.totals.zero_()
-        step.seen.zero_()
         count += step.count
-        step.count = 0
+        if all(map(math.isfinite, values)):
+            step.totals.zero_()
+            step.sound.zero_()
+            step.count = 0
     return {name: value / max(count, 1) for name, value in sums.items()}

@@ -197,6 +197,24 @@ def forward(
     return y, mean, var
 
 
+def fixed(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    relu: bool, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """``relu(batch_norm(x) + residual)`` with statistics that are given."""
+    x, strides = _dense(x)
+    (rows, channels), pixels = x.shape[:2], _pixels(x)
+    t = _tiles(rows, channels, pixels, 1, strides[2] == 1, x.element_size(), 0).apply
+    y = torch.empty_like(x)
+    beside = x if residual is None else _alike(residual, x)
+    with _device(x):
+        triton_code.fixed[t.grid(rows, channels, pixels)](
+            x, y, beside, mean, var, _vector(weight, mean), _vector(bias, mean), eps, rows, channels, pixels, *strides,
+            *t, weight is not None, bias is not None, relu, residual is not None, num_warps=t.warps,
+        )  # fmt: skip
+    return y
+
+
 def gradients(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor,
     mean: Tensor, var: Tensor, eps: float,

@@ -132,6 +132,10 @@ class PlannedNorm(BalancedNorm):
         A convolution may have taken ``moments`` (2, N, parts, C) of ``x`` along: see :class:`tbbn.models.Conv2d`.
         """
         self._check_input_dim(x)
+        if not self.training and (relu or residual is not None):
+            done = self._at_test_time(x, relu, residual)
+            if done is not None:
+                return done
         layout = self.layout_of(x)
         plan = None if layout is None else self.prepared(layout)
         kernels = cuda_kernels(x, plan) if self.training else None
@@ -159,6 +163,16 @@ class PlannedNorm(BalancedNorm):
             y = task_balanced_batch_norm(x, None, None, self.weight, self.bias, plan, momentum, self.eps)
             self._run_with_output(y.detach(), momentum)
         return activated(y, relu, residual)
+
+    def _at_test_time(self, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor | None:
+        """Batch norm and what follows it in one launch, where there are kernels and nobody asks for gradients."""
+        mean, var = self.running_mean, self.running_var
+        if mean is None or var is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        kernels = cuda_kernels(x, None)
+        if kernels is None or (residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape)):
+            return None
+        return kernels.launches.fixed(x, mean, var, self.weight, self.bias, self.eps, relu, residual)
 
     @torch.no_grad()
     def _run_with_output(self, y: Tensor, momentum: float | Tensor) -> None:
