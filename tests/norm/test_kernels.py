@@ -1,115 +1,33 @@
-"""The Triton kernels against float64: on the CPU through Triton's interpreter, and on a GPU.
-
-Triton decides at import whether it interprets, and by then another test module may have imported it: without a GPU this file
-runs itself once more in a process of its own.
-"""
+"""The Triton kernels against float64: on Triton's interpreter and on a GPU (see ``tests/interpreter.py``)."""
 
 from __future__ import annotations
 
-import copy
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from planned import EPS, MOMENTUM, buffers, compare, draw, literal, make_plan
 from torch import Tensor
 
 import tbbn
+from interpreter import RUNNING, apart, here, interpret, needs_gpu, on_device
 from tbbn.norm import functional
-from tbbn.norm.plan import Layout, Plan, PlanOptions
 
-pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-on_device = pytest.mark.parametrize(
-    "device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
-)
-EPS, MOMENTUM = 1e-5, 0.1
-
-if INTERPRETED or torch.cuda.is_available():
+if RUNNING:
     from tbbn.norm import kernels, launches
-
-
-here = pytest.mark.skipif(INTERPRETED, reason="not for the process that interprets")
 
 
 @here
 def test_the_kernels_pass_on_the_interpreter():
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    done = subprocess.run(
-        command, env={**env, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret(__file__)
 
 
 @here
 def test_importing_the_package_does_not_import_triton():
     code = "import sys, tbbn, tbbn.norm.functional; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def literal(x: Tensor, weight: Tensor, bias: Tensor, current: int, r: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the current rows, repeat the memory rows, normalise each split, average the copies; and running statistics."""
-    past = torch.arange(current, len(x), device=x.device)
-    y, means, variances = torch.zeros_like(x), [], []
-    for j in range(r):
-        rows = torch.cat([torch.arange(j, current, r, device=x.device), past])
-        out = F.batch_norm(x[rows], None, None, weight, bias, training=True, eps=EPS)
-        share = torch.where(rows < current, 1.0, 1 / r).to(x).view(-1, *[1] * (x.dim() - 1))
-        y = y.index_add(0, rows, out * share)
-        flat = x[rows].transpose(0, 1).flatten(1).detach()
-        means.append(flat.mean(1))
-        variances.append(flat.var(1))
-    mean, var = torch.stack(means).mean(0), torch.stack(variances).mean(0)
-    return y, MOMENTUM * mean, 1 - MOMENTUM + MOMENTUM * var
-
-
-def make_plan(n_current: int, n_memory: int, past: int, device: str, dtype=torch.float32, **options) -> Plan:
-    plan = Layout(n_current, n_memory, past).plan(PlanOptions(**options), torch.device(device), dtype)
-    assert plan is not None
-    return plan
-
-
-def draw(shape, device, dtype=torch.float32, offset=1.0, last=False) -> list[Tensor]:
-    """Input, weight, bias, gradient."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    x = torch.randn(shape, generator=generator) * 2 + offset
-    weight, bias = torch.rand(shape[1], generator=generator) + 0.5, torch.randn(shape[1], generator=generator)
-    g = torch.randn(shape, generator=generator)
-    x, g = x.to(device, dtype), g.to(device, dtype)
-    if last:
-        fmt = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-        x, g = x.to(memory_format=fmt), g.to(memory_format=fmt)
-    return [x.requires_grad_(), weight.to(device).requires_grad_(), bias.to(device).requires_grad_(), g]
-
-
-def buffers(channels: int, device: str) -> tuple[Tensor, Tensor]:
-    return torch.zeros(channels, device=device), torch.ones(channels, device=device)
-
-
-def apart(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).norm() / b.norm())
-
-
-def compare(shape, past, device, current=None, dtype=torch.float32, offset=1.0, last=False, rule="paper"):
-    """Errors of output, gradients of input, weight and bias, running mean and variance against the literal form in float64."""
-    current = current or shape[0] * 3 // 4
-    plan = make_plan(current, shape[0] - current, past, device, rule=rule)
-    x, weight, bias, g = draw(shape, device, dtype, offset, last)
-    running = buffers(shape[1], device)
-    y, _, _ = kernels.planned_norm(x, weight, bias, plan, EPS, *running, MOMENTUM)
-    assert y.dtype == dtype and y.stride() == x.stride()
-    got = (y, *torch.autograd.grad(y, (x, weight, bias), g), *running)
-    assert got[1].dtype == dtype and got[1].stride() == x.stride()
-    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
-    y, *running_exact = literal(*exact, current, plan.gather.shape[0])
-    want = (y, *torch.autograd.grad(y, exact, g.double()), *running_exact)
-    return [apart(a, b) for a, b in zip(got, want, strict=True)]
 
 
 @pytest.fixture(params=[True, False], ids=["whole", "split"])
@@ -292,7 +210,7 @@ def test_what_the_kernels_cannot_do_is_left_to_pytorch(device):
 
 
 @pytest.mark.gpu
-@no_gpu
+@needs_gpu
 @here
 def test_a_captured_layer_gives_the_bits_of_the_eager_one():
     layer = tbbn.TaskBalancedBatchNorm2d(16).cuda()
@@ -310,77 +228,3 @@ def test_a_captured_layer_gives_the_bits_of_the_eager_one():
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
-
-
-@on_device
-@pytest.mark.parametrize("last", [False, True], ids=["nchw", "channels_last"])
-@pytest.mark.parametrize("with_residual", [False, True], ids=["relu", "residual"])
-def test_a_relu_and_a_residual_are_part_of_the_pass(device, whole, last, with_residual):
-    x, weight, bias, g = draw((16, 5, 3, 3), device, last=last)
-    beside = draw((16, 5, 3, 3), device, offset=-1.0, last=last)[3].detach().requires_grad_()
-    plan = make_plan(12, 4, 9, device)
-    y, _, _ = kernels.planned_norm(x, weight, bias, plan, EPS, relu=True, residual=beside if with_residual else None)
-    inputs = [x, weight, bias] + [beside] * with_residual
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    want = literal(*exact[:3], 12, plan.gather.shape[0])[0]
-    want = F.relu(want + exact[3] if with_residual else want)
-    assert apart(y, want) < 1e-6
-    assert 0 < int((y == 0).sum()) < y.numel()
-    got = torch.autograd.grad(y, inputs, g)
-    for a, b in zip(got, torch.autograd.grad(want, exact, g.double()), strict=True):
-        assert apart(a, b) < 5e-6
-
-
-@on_device
-def test_second_derivatives_pass_a_relu_and_a_residual(device):
-    x, weight, bias, g = draw((8, 2, 3, 3), device)
-    beside = g.detach().flip(0).requires_grad_()
-    plan = make_plan(6, 2, 3, device)
-
-    def penalty(out, inputs):
-        return sum(t.square().sum() for t in torch.autograd.grad(out.square().sum(), inputs, create_graph=True))
-
-    inputs = (x, weight, bias, beside)
-    y = kernels.planned_norm(x, weight, bias, plan, EPS, relu=True, residual=beside)[0]
-    got = torch.autograd.grad(penalty(y, inputs), inputs)
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    want_y = F.relu(literal(*exact[:3], 6, 2)[0] + exact[3])
-    want = torch.autograd.grad(penalty(want_y, exact), exact)
-    for a, b in zip(got, want, strict=True):
-        assert apart(a, b) < 1e-4
-
-
-@on_device
-def test_a_residual_of_another_type_is_added_after_the_norm(device):
-    x, weight, bias, _ = draw((8, 2, 3, 3), device, dtype=torch.bfloat16)
-    beside = torch.randn(8, 2, 3, 3, device=device)
-    plan = make_plan(6, 2, 3, device)
-    plain = kernels.planned_norm(x, weight, bias, plan, EPS)[0]
-    y = kernels.planned_norm(x, weight, bias, plan, EPS, relu=True, residual=beside)[0]
-    assert torch.equal(y, (plain + beside).to(torch.bfloat16).relu())
-
-
-@on_device
-def test_a_layer_that_is_told_nothing_is_batch_norm_by_the_same_kernels(device, monkeypatch):
-    monkeypatch.setattr(tbbn.norm.layers, "cuda_kernels", lambda x, plan: kernels)
-    x, weight, bias, g = draw((8, 3, 4, 4), device)
-    beside = g.detach().flip(0)
-    norm = torch.nn.BatchNorm2d(3, device=device)
-    with torch.no_grad():
-        norm.weight.copy_(weight)
-        norm.bias.copy_(bias)
-    ours = tbbn.convert(copy.deepcopy(norm))
-    for _ in range(2):
-        y = tbbn.norm.normed(ours, x, residual=beside)
-        want = F.relu(norm(x) + beside)
-    assert apart(y, want) < 1e-6
-    assert ours.num_batches_tracked.item() == 2
-    assert max(apart(ours.running_mean, norm.running_mean), apart(ours.running_var, norm.running_var)) < 1e-6
-    for a, b in zip(
-        torch.autograd.grad(y, (x, ours.weight, ours.bias), g),
-        torch.autograd.grad(want, (x, norm.weight, norm.bias), g),
-        strict=True,
-    ):
-        assert apart(a, b) < 1e-5
-    norm.load_state_dict(ours.state_dict())
-    assert torch.equal(ours.eval()(x), norm.eval()(x))

@@ -42,7 +42,8 @@ def cropped(
     blocks = [_power(n) for n in (height, width, height + 2 * pad, width + 2 * pad, *size)]
     with torch.cuda.device_of(images):
         crop_code.crop[(len(rows), channels)](
-            images, rows, parameters.contiguous(), mean, std, out, channels, height, width, *size, pad, *out.stride(),
+            images, rows.contiguous(), parameters.contiguous(), mean, std, out,
+            channels, height, width, *size, pad, *out.stride(),
             *blocks, num_warps=4,
         )  # fmt: skip
     return out

@@ -10,12 +10,14 @@ import torch
 from tbbn.errors import UserError, choose
 from tbbn.models import resnet, torchvision
 from tbbn.models.base import Backbone, Features, seeded_init
+from tbbn.models.convolution import Conv2d
 from tbbn.models.heads import CosineHead, Head, LinearHead, ProxyHead
 from tbbn.models.network import Network, Output
 from tbbn.models.small import SmallNet
 
 __all__ = [
     "Backbone",
+    "Conv2d",
     "CosineHead",
     "Features",
     "Head",

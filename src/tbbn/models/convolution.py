@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from tbbn.gpu import TRITON
+from tbbn.norm.native import intercepted
 
 _MOST_CHANNELS = 64
 _MOST_PIXELS = 2**17  # of a batch; above it cuDNN has enough to do
@@ -38,7 +40,8 @@ class Conv2d(nn.Conv2d):
     def convolved(self, x: Tensor) -> Convolved:
         """The convolution and what rides along with it: moments in training, if the kernels can."""
         kernels = self._kernels(x)
-        if kernels is None or self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
+        hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
+        if kernels is None or any(hooks) or _has_any_global_hook():
             return Convolved(self(x), x, None)
         return self._launched(kernels, x, self.training)
 
@@ -49,11 +52,13 @@ class Conv2d(nn.Conv2d):
 
     def _kernels(self, x: Tensor) -> Any:
         """The module of kernels, if this is a case for them; its import imports Triton."""
-        if not (x.is_cuda and TRITON) or torch.compiler.is_compiling() or not self._suits(x):
+        if not (x.is_cuda and TRITON) or torch.compiler.is_compiling() or intercepted() or not self._suits(x):
             return None
         from tbbn.models import convolution_kernels
 
-        return convolution_kernels if convolution_kernels.available(_computed_in(x)) else None
+        dtype = _computed_in(x)
+        same = torch.is_autocast_enabled(x.device.type) or self.weight.dtype == dtype  # otherwise torch's own error
+        return convolution_kernels if same and convolution_kernels.available(dtype) else None
 
     def _suits(self, x: Tensor) -> bool:
         middle = self.kernel_size[0] // 2
@@ -76,4 +81,5 @@ class Conv2d(nn.Conv2d):
 def _computed_in(x: Tensor) -> torch.dtype:
     """The type in which autocast would have it."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if cast else x.dtype

@@ -97,7 +97,7 @@ def weight_sums(
         a = tl.load(at, mask=(good & (c >= 0) & (c < in_w))[:, None] & wanted, other=0.0)
         sum0 = tl.dot(up, a.to(up.dtype), sum0, input_precision=precision)
         if TAPS == 3:
-            a = tl.load(at + K, mask=(good & (c + 1 < in_w))[:, None] & wanted, other=0.0)
+            a = tl.load(at + K, mask=good[:, None] & wanted, other=0.0)  # its middle is a pixel of the image
             sum1 = tl.dot(up, a.to(up.dtype), sum1, input_precision=precision)
             a = tl.load(at + 2 * K, mask=(good & (c + 2 < in_w))[:, None] & wanted, other=0.0)
             sum2 = tl.dot(up, a.to(up.dtype), sum2, input_precision=precision)

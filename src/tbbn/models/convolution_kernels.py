@@ -5,6 +5,7 @@ Importing this module imports Triton; import it only where there is a CUDA tenso
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import triton
 from torch import Tensor
 
 from tbbn.models import convolution_code as code
+from tbbn.norm.launches import MOST_PARTS
 
 _TILE = 4096  # values a program of a convolution puts out
 _TILES_A_CHUNK = 8  # of pixels, for a program that sums weights' gradients
@@ -20,7 +22,13 @@ _STAGES = 2  # tiles that it reads ahead, and one
 
 def available(dtype: torch.dtype) -> bool:
     """Whether there are products for it: float32's own have no matrix units, and cuDNN is better at them."""
-    return dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and not _exact())
+    return (dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and not _exact(dtype))) and _modern()
+
+
+@cache
+def _modern() -> bool:
+    """Whether the card has matrix units for bfloat16 and tf32."""
+    return code.INTERPRETED or torch.cuda.get_device_capability() >= (8, 0)
 
 
 def convolve(x: Tensor, weight: Tensor, stride: int, moments: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -30,7 +38,9 @@ def convolve(x: Tensor, weight: Tensor, stride: int, moments: bool = False) -> t
 
     Moments (2, N, parts, C) are the means and variances of equal parts of every image of the output.
     """
-    return _Convolution.apply(x, weight, stride, moments)
+    assert not x.requires_grad or (x.dtype == weight.dtype and x.shape[1] % 16 == 0)
+    # Before, not inside: what is saved must be what a second derivative goes back to.
+    return _Convolution.apply(_last(x), _last(weight), stride, moments)
 
 
 class _Convolution(torch.autograd.Function):
@@ -38,7 +48,6 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, stride: int, moments: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, weight = _last(x), _last(weight)
         ctx.save_for_backward(x, weight)
         ctx.stride = stride
         ctx.set_materialize_grads(False)
@@ -57,7 +66,17 @@ class _Convolution(torch.autograd.Function):
         if torch.is_grad_enabled():  # second derivatives are asked for: torch's own backward has them
             pad = [weight.shape[2] // 2] * 2
             dx, dweight = torch.ops.aten.convolution_backward(
-                grad, x, weight, None, [ctx.stride] * 2, pad, [1, 1], False, [0, 0], 1, [*needs[:2], False]
+                grad,
+                x.to(weight.dtype),
+                weight,
+                None,
+                [ctx.stride] * 2,
+                pad,
+                [1, 1],
+                False,
+                [0, 0],
+                1,
+                [*needs[:2], False],
             )[:2]
             return dx if beside is None or dx is None else dx + beside, dweight, None, None
         grad = _last(grad)
@@ -74,9 +93,14 @@ def _divisor(n: int, most: int) -> int:
     return max(16, min(most, n & -n))
 
 
-def _exact() -> bool:
-    """Whether float32 products must be float32's own, as torch's setting for convolutions has it."""
-    return not torch.backends.cudnn.allow_tf32
+def _exact(dtype: torch.dtype) -> bool:
+    """Whether products must be float32's own, as torch's setting for convolutions has it."""
+    if dtype != torch.float32:
+        return False
+    try:
+        return not torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # it was set in torch's newer way, which the older one does not answer for
+        return torch.backends.cudnn.conv.fp32_precision != "tf32"  # type: ignore[attr-defined]
 
 
 def _launch(
@@ -89,14 +113,14 @@ def _launch(
     block = _divisor(n_out, 64)
     tile = _TILE // block
     pixels, found = images * out_h * out_w, None
-    if moments and out_h * out_w % tile == 0:
+    if moments and out_h * out_w % tile == 0 and out_h * out_w <= MOST_PARTS * tile:
         found = torch.empty((2, images, out_h * out_w // tile, n_out), device=x.device)
     mean, var = (y, y) if found is None else found.unbind()
     strides = weight.stride() if back else (weight.stride(1), weight.stride(0), *weight.stride()[2:])
     with torch.cuda.device_of(x):
         code.convolve[(triton.cdiv(pixels, tile), n_out // block)](
             x, weight, y, y if beside is None else _last(beside), mean, var, pixels, in_h, in_w, out_h, out_w, *strides,
-            n_in, n_out, weight.shape[2], stride, back, beside is not None, found is not None, _exact(),
+            n_in, n_out, weight.shape[2], stride, back, beside is not None, found is not None, _exact(weight.dtype),
             tile, _divisor(n_in, 32), block, num_warps=4, num_stages=2,
         )  # fmt: skip
     return y, found
@@ -116,7 +140,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Te
     with torch.cuda.device_of(x):
         code.weight_sums[(chunks, size * size // taps, n_out // n_block)](
             grad, x, part, pixels, _TILES_A_CHUNK * tile, in_h, in_w, out_h, out_w,
-            n_in, n_out, size, stride, taps, _exact(), tile, k_block, n_block, num_warps=4, num_stages=_STAGES,
+            n_in, n_out, size, stride, taps, _exact(weight.dtype), tile, k_block, n_block, num_warps=4, num_stages=_STAGES,
         )  # fmt: skip
         code.fold[(triton.cdiv(weight.numel(), 64),)](part, out, weight.numel(), chunks, 64, 32, num_warps=4)
     return out

@@ -19,6 +19,7 @@ from tbbn.norm.plan import Plan
 WHOLE_LIMIT = 16384
 _PROGRAMS = 256  # about two for each multiprocessor of a large card
 _LINE = 128  # bytes of a line of the cache
+MOST_PARTS = 16  # of a row: the plan's kernels join them one by one
 
 
 class _Tile(NamedTuple):
@@ -73,7 +74,9 @@ def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size:
     block = min(wide, _LINE // size) if last else 1
     wanted = max(_PROGRAMS, min(4 * _PROGRAMS, every // 8192))
     parts, span = 1, pixels
-    while rows * -(-channels // block) * parts < wanted and span % 2 == 0 and span * block > 1024:
+    while (
+        parts < MOST_PARTS and rows * -(-channels // block) * parts < wanted and span % 2 == 0 and span * block > 1024
+    ):
         parts, span = 2 * parts, span // 2
     long = min(_power(span), 8192 // block if last else 4096)
     sums = _Tile(max(1, min(batch, work // (long * block))), long, block)

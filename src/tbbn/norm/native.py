@@ -82,14 +82,14 @@ def layout(
         if t is not None and not (t.dtype == torch.float32 and t.is_contiguous()):  # written in place
             return None
     # A tensor may be wrapped still when the transform that did it has ended.
-    if plan.blend is not None or _intercepted() or _is_wrapped(x) or library() is None:
+    if plan.blend is not None or intercepted() or _is_wrapped(x) or library() is None:
         return None
     if x.is_contiguous():
         return False
     return True if _channels_last(x) else None
 
 
-def _intercepted() -> bool:
+def intercepted() -> bool:
     """Whether somebody stands between a call and its tensors: transforms (grad, vmap), modes (fake tensors), a tracer."""
     return bool(
         torch._C._are_functorch_transforms_active()
@@ -217,7 +217,7 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() or type(grad) is not Tensor or _intercepted() or _is_wrapped(grad):
+        if torch.is_grad_enabled() or type(grad) is not Tensor or intercepted() or _is_wrapped(grad):
             return _differentiable(ctx, grad)
         x, weight, bias, saved = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
