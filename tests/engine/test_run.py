@@ -614,3 +614,14 @@ def test_a_milestone_lies_at_its_share_of_the_epochs_rounded_up(epochs: int, dro
 def test_a_share_that_is_whole_but_for_rounding_is_whole() -> None:
     hyper = Hyper.of(tiny(train__epochs=100, train__lr=1.0, train__milestones=[0.55]), Phase("train"))
     assert 0.55 * 100 > 55 and [hyper.lr_at(e) for e in (54, 55)] == [1.0, pytest.approx(0.1)]
+
+
+def test_a_run_on_a_cpu_touches_the_number_of_threads_alone_and_puts_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(*_: object) -> None:
+        pytest.fail("a setting of CUDA's was looked at")
+
+    for name in ("_cuda_settings", "_set_cuda"):
+        monkeypatch.setattr(f"tbbn.engine.hyper.{name}", touched)
+    before = torch.get_num_threads()
+    seen = [torch.get_num_threads() for _ in Run(tiny(threads=before + 1, train__epochs=1)).recorded(None)]
+    assert set(seen) == {before + 1} and torch.get_num_threads() == before

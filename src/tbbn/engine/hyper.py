@@ -61,7 +61,8 @@ class settings:
     """
 
     inside = 0
-    before: tuple[int, str, bool, bool, bool]
+    threads_before: int
+    cuda_before: tuple[str, bool, bool, bool] | None
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.threads = config.threads
@@ -70,24 +71,29 @@ class settings:
         self.autotune = config.autotune
 
     def __enter__(self) -> None:
-        cudnn = torch.backends.cudnn
         if not settings.inside:
-            precision = torch.get_float32_matmul_precision()
-            now = cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
-            settings.before = torch.get_num_threads(), precision, *now
+            settings.threads_before = torch.get_num_threads()
+            settings.cuda_before = _cuda_settings() if self.on_gpu else None
         settings.inside += 1
         if self.threads:
             torch.set_num_threads(self.threads)
         if self.on_gpu:
-            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-            cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = self.tf32, True, self.autotune
+            _set_cuda("high" if self.tf32 else "highest", self.tf32, True, self.autotune)
 
     def __exit__(self, *_: object) -> None:
         settings.inside -= 1
         if not settings.inside:
-            threads, precision, *before = settings.before
-            torch.set_num_threads(threads)
-            if self.on_gpu:
-                cudnn = torch.backends.cudnn
-                torch.set_float32_matmul_precision(precision)
-                cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+            torch.set_num_threads(settings.threads_before)
+            if settings.cuda_before is not None:
+                _set_cuda(*settings.cuda_before)
+
+
+def _cuda_settings() -> tuple[str, bool, bool, bool]:
+    cudnn = torch.backends.cudnn
+    return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
+
+
+def _set_cuda(precision: str, tf32: bool, deterministic: bool, benchmark: bool) -> None:
+    torch.set_float32_matmul_precision(precision)
+    cudnn = torch.backends.cudnn
+    cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = tf32, deterministic, benchmark
