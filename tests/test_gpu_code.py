@@ -1,0 +1,141 @@
+"""The kernels compile for GPUs, without one: the interpreter takes much that a compiler does not, and spills are slow."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreter import here
+from tbbn.data.augment import ResizedCrop
+from tbbn.norm.plan import Layout, PlanOptions
+
+triton = pytest.importorskip("triton")
+pytestmark = here
+
+
+class Card:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 1000 + self.capability  # compiled kernels are kept by device: never to be taken for a real one's
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+@pytest.fixture
+def compiled(request, monkeypatch, tmp_path) -> list[tuple[str, bytes]]:
+    """Launches compile instead, for an H100 if not told otherwise; names and machine code of what they compiled."""
+    found: list[tuple[str, bytes]] = []
+
+    def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def compile_only(*args: Any, **options: Any) -> None:
+            assert all(n > 0 for n in grid)
+            found.append((kernel.__name__, kernel.warmup(*args, grid=grid, **options).asm["cubin"]))
+
+        return compile_only
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.JITFunction, "__getitem__", launcher)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Card(getattr(request, "param", 90)))
+    return found
+
+
+def spilled(code: bytes, folder: Path) -> int:
+    """Bytes of local memory: what registers did not hold."""
+    file = folder / "code.cubin"
+    file.write_bytes(code)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    text = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
+    used = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert used is not None, text
+    return sum(map(int, used.groups()))
+
+
+def check(compiled: list[tuple[str, bytes]], names: set[str], folder: Path) -> None:
+    assert {name for name, _ in compiled} == names
+    assert {name: n for name, code in compiled if (n := spilled(code, folder))} == {}
+
+
+LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "memory_format"),
+    [
+        ((64, 16, 32, 32), torch.bfloat16, LAST),
+        ((64, 64, 8, 8), torch.float16, LAST),
+        ((64, 64, 56, 56), torch.float32, LAST),
+        ((64, 512, 7, 7), torch.float32, CONTIGUOUS),
+    ],
+    ids=str,
+)
+def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_path):
+    from tbbn.norm import launches
+
+    plan = Layout(48, 16, 9).plan(PlanOptions(), torch.device("cpu"), torch.float32)
+    assert plan is not None
+    x = torch.zeros(shape, dtype=dtype).to(memory_format=memory_format)
+    weight, bias, mean, var = torch.zeros(4, shape[1]).unbind()
+    counted = torch.zeros((), dtype=torch.int64)
+    running = launches.Running(mean, var, plan.running, launches.unbiased(plan, x), 0.1, counted, False)
+    given = (weight, bias, plan.gather, plan.scatter)
+    y, means, variances = launches.forward(x, *given, 1e-5, running, relu=True, residual=x)
+    launches.all_gradients(x, x, *given, means, variances, 1e-5, y, residual=True)
+    launches.fixed(x, mean, var, weight, bias, 1e-5, True, x)
+    whole = {"whole_forward", "whole_backward", "fixed"}
+    split = {"moments", "plan_forward", "affine", "row_sums", "plan_backward", "affine_backward", "fixed"}
+    check(compiled, whole if memory_format is CONTIGUOUS and shape[2] < 8 else split, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("n_in", "n_out", "side", "size", "stride"),
+    [(3, 16, 32, 3, 1), (16, 16, 32, 3, 1), (16, 32, 32, 1, 2), (32, 64, 16, 3, 2), (64, 64, 8, 3, 1)],
+)
+def test_the_convolutions_kernels_compile(compiled, n_in, n_out, side, size, stride, tmp_path):
+    from tbbn.models import convolution_kernels
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16).to(memory_format=LAST)
+
+    x, weight, out = (
+        zeros(64, n_in, side, side),
+        zeros(n_out, n_in, size, size),
+        (64, n_out, side // stride, side // stride),
+    )
+    y, moments = convolution_kernels._launch(x, weight, out, stride, moments=True)
+    assert moments is not None
+    if n_in > 3:
+        convolution_kernels._launch(y, weight, tuple(x.shape), stride, back=True, beside=x)
+    convolution_kernels._weight_gradient(y, x, weight, stride)
+    check(compiled, {"convolve", "weight_sums", "fold"}, tmp_path)
+
+
+@pytest.mark.parametrize("compiled", [80], indirect=True, ids=["A100"])
+def test_an_older_card_has_its_code_too(compiled, tmp_path):
+    test_the_convolutions_kernels_compile(compiled, 32, 32, 16, 3, 1, tmp_path)
+    compiled.clear()
+    test_the_norms_kernels_compile(compiled, (64, 32, 16, 16), torch.bfloat16, LAST, tmp_path)
+
+
+def test_the_crops_kernel_compiles(compiled, tmp_path):
+    from tbbn.data import crop
+
+    images, rows = torch.zeros(5, 3, 32, 32, dtype=torch.uint8), torch.arange(4)
+    crop.cropped(ResizedCrop(padded=True), images, rows, torch.rand(4, 5), torch.rand(3), torch.rand(3), LAST)
+    check(compiled, {"crop"}, tmp_path)
