@@ -49,6 +49,7 @@ def test_lanes_count_the_steps_of_all_runs(monkeypatch: pytest.MonkeyPatch) -> N
     row = bench.lanes(2, ("bn", "tbbn"), "small", "fp32", CPU, epochs=2, data="synthetic:10x8x1x8", tasks=5)
     assert row["finished"] == 2 and row["lanes"] == 2
     assert row["steps_per_second"] == pytest.approx(1e3 / row["ms_per_step_and_run"])
+    assert row["steps_per_second"] == pytest.approx(sum(1e3 / ms for ms in row["ms_per_step_of_a_lane"].values()))
     assert row["steps_per_second"] > 0
 
 

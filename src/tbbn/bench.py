@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -279,14 +279,19 @@ def lanes(
     records = run_lanes(configs, n, on_event=on_event)
     # While all are at it: from the last lane's first epoch's end to the first lane's last.
     begin, end = max(e[0][0] for e in ends.values()), min(e[-1][0] for e in ends.values())
-    done = sum(_between(e, begin, end) for e in ends.values())
-    rate = done / max(end - begin, 1e-9)
+    seconds = max(end - begin, 1e-9)
+    done = [_between(ends[i], begin, end) for i in range(n)]
+    rate = sum(done) / seconds
+    own = {
+        norm: [seconds / d for d, c in zip(done, configs, strict=True) if c.norm.name == norm and d] for norm in norms
+    }
     return {
         "lanes": n,
         "norms": ",".join(norms),
         "precision": precision,
         "steps_per_second": rate,
         "ms_per_step_and_run": 1e3 / rate,
+        "ms_per_step_of_a_lane": {norm: 1e3 * mean(times) for norm, times in own.items() if times},
         "finished": sum(r.status == "finished" for r in records),
     }
 
