@@ -614,3 +614,21 @@ def test_a_closed_pipe_is_no_error() -> None:
     process.stdout.close()
     assert process.wait() == 0 and process.stderr.read() == b""
     process.stderr.close()
+
+
+def test_who_must_wait_for_kernels_to_be_compiled_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr("tbbn.gpu.TRITON", True)
+    tiny = ["run", "--data", "synthetic:4x12x4x8", "--data.tasks", "2", "--train.epochs", "1", "--memory.budget", "8"]
+
+    def told(name: str, on_gpu: bool) -> bool:
+        monkeypatch.setattr("tbbn.commands.train._on_gpu", lambda jobs: on_gpu)
+        assert main([*tiny, "--out", str(tmp_path), "--name", name]) == 0
+        return "compiled at their first use" in capsys.readouterr().err
+
+    assert told("first", on_gpu=True) and not told("on a CPU", on_gpu=False)
+    (cache / "kernel").mkdir(parents=True)
+    assert not told("later", on_gpu=True)

@@ -83,7 +83,8 @@ def test_what_was_done_before_and_what_failed_is_said() -> None:
     assert said[2] == "  ft + bn, seed 1: diverged: the loss is not finite"
 
 
-def test_bars_follow_two_runs_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bars_follow_two_runs_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tbbn.report.progress._BLINK", 0.0)
     jobs = [job(), job(1), job(2)]
     with Bars(jobs) as bars:
         for one in jobs[:2]:
@@ -105,6 +106,19 @@ def test_bars_follow_two_runs_at_once(capsys: pytest.CaptureFixture[str]) -> Non
     assert "ft + bn, seed 0: A_f 50.0 % (0 s)" in said.err
     assert "ft + bn, seed 1: A_f 50.0 % (0 s): failed: [red]boom[/red]" in said.err
     assert "ft + bn, seed 2: A_f 50.0 % (finished before)" in said.err
+
+
+def test_bars_are_not_drawn_for_every_step_but_for_an_epochs_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("tbbn.report.progress.time.monotonic", lambda: clock[0])
+    one, seen = job(), []
+    bars = Bars([one])
+    bars.start(one)
+    for step, now in ((1, 100.0), (2, 100.05), (3, 100.11), (4, 100.12), (5, 100.13)):
+        clock[0] = now
+        bars.event(one, Stepped(Position(0, 0, 0, step), "train", 1, step, 5))
+        seen.append(bars.bars.tasks[1].completed)
+    assert seen == [0.2, 0.2, 0.6, 0.6, 1.0]
 
 
 def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from tbbn import config as cfg
 from tbbn.commands.common import EXIT_DIVERGED, EXIT_FAILED, Command, run_folders
 from tbbn.errors import UserError, printable
+from tbbn.gpu import nothing_compiled
 from tbbn.paper import is_recipe
 
 
@@ -172,6 +173,11 @@ def _work(jobs: list[Any], folder: Path, chosen: argparse.Namespace, *, overwrit
     from tbbn.sweep import run_all, stoppable
 
     lanes = _lanes(chosen.lanes)
+    if not chosen.quiet and nothing_compiled() and _on_gpu(jobs):
+        print(
+            "the GPU kernels are compiled at their first use: half a minute or more before the first step",
+            file=sys.stderr,
+        )
     with progress(jobs, chosen.quiet) as shown, stoppable() as stop:
         records = run_all(
             jobs,
@@ -197,6 +203,12 @@ def _work(jobs: list[Any], folder: Path, chosen: argparse.Namespace, *, overwrit
         print(f"tbbn: {error}", file=sys.stderr)
     states = {record.status for record in records}
     return EXIT_FAILED if "failed" in states else EXIT_DIVERGED if "diverged" in states else 0
+
+
+def _on_gpu(jobs: list[Any]) -> bool:
+    import torch
+
+    return torch.cuda.is_available() and any(job.config.device != "cpu" for job in jobs)
 
 
 def _lanes(text: str) -> int | None:

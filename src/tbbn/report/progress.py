@@ -12,6 +12,8 @@ from tbbn.errors import printable
 from tbbn.record import Record
 from tbbn.sweep import Job
 
+_BLINK = 0.1  # seconds between two pictures of a bar
+
 
 class Quiet:
     """Says nothing."""
@@ -88,6 +90,7 @@ class Bars(Quiet):
         self.mine: dict[Job, Any] = {}
         self.accuracy: dict[Job, str] = {}
         self.done: dict[Job, float] = {}  # tasks, the one at work as a share
+        self.drawn: dict[Job, float] = {}  # when
 
     def __enter__(self) -> Bars:
         self.bars.__enter__()
@@ -101,6 +104,10 @@ class Bars(Quiet):
 
     def event(self, job: Job, event: Event) -> None:
         if isinstance(event, Stepped):
+            now = time.monotonic()
+            if now - self.drawn.get(job, 0.0) < _BLINK and event.step < event.steps:
+                return  # lanes make thousands of steps a second, and a bar costs more than enqueuing one
+            self.drawn[job] = now
             at, tasks = event.position, _tasks(job.config)
             here = at.epoch + event.step / event.steps
             name = f"{_name(job)}: task {at.task + 1}/{tasks}" + ("" if event.phase == "train" else f" {event.phase}")
