@@ -102,9 +102,8 @@ class Step:
         self.names: list[str] = []
         self.count = 0  # steps since the totals were read
         self.totals = torch.zeros(0, device=self.data.images.device)
-        self.sound = torch.zeros(
-            (), dtype=torch.int64, device=self.totals.device
-        )  # of these, before a loss was not finite
+        # Of these, how many came before a loss that was not finite.
+        self.sound = torch.zeros((), dtype=torch.int64, device=self.totals.device)
         self.balanced = self.told and self.shape.layout and not self.separate and is_balanced(self.network)
         half = self.precision == "bf16" and self.totals.is_cuda
         self.working = WorkingCopies(self.network) if half else None
