@@ -22,6 +22,7 @@ import tbbn
 from tbbn.config import resolve
 from tbbn.engine import Event, run_lanes
 from tbbn.engine.events import EpochEnded, Stepped
+from tbbn.engine.hyper import settings as as_run
 from tbbn.models import backbone
 from tbbn.norm import NORMS, convert
 
@@ -225,11 +226,13 @@ def step(name: str, norms: Sequence[str], precision: str, size: int, device: tor
     """One row of the table of steps: milliseconds and ratio to batch norm of each norm; peak memory."""
     known = [norm for norm in dict.fromkeys(("bn", *norms)) if norm in NORMS]
     works, peaks = {}, {}
-    for norm in known:
-        work = step_work(name, norm, precision, size, device)
-        peaks[norm] = peak(work, device)
-        works[norm] = captured(work, device)
-    seen = race(works, device, seconds=2.0 if device.type == "cuda" else 6.0)
+    run = resolve(("bench", {"precision": precision, "device": device.type}))
+    with as_run(run, device):  # float32 as a run has it, which is not torch's default
+        for norm in known:
+            work = step_work(name, norm, precision, size, device)
+            peaks[norm] = peak(work, device)
+            works[norm] = captured(work, device)
+        seen = race(works, device, seconds=2.0 if device.type == "cuda" else 6.0)
     row: dict[str, Any] = {"backbone": name, "size": size, "precision": precision}
     for norm, times in seen.items():
         row[norm] = {"ms": 1e3 * median(times)} | _beside(norm, seen, peaks)

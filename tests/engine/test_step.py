@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tinyrun import finish, tiny
 
+from tbbn.data.batches import Batch
 from tbbn.engine import Stepped, step
 from tbbn.engine.run import Run
+from tbbn.methods import Losses
 
 
 @pytest.mark.parametrize(
@@ -56,3 +60,25 @@ def test_a_weight_that_is_not_finite_ends_the_run_in_its_epoch_though_every_loss
                 next(job.network.parameters())[0, 0, 0, 0] = bad
     assert job.record.status == "diverged" and not job.record.accuracy
     assert "not finite in task 1, phase 'train', epoch 1" in job.record.message
+
+
+def test_the_steps_before_a_bad_loss_are_counted_over_a_stop(tmp_path: Path) -> None:
+    config = tiny(train__epochs=1, data__stop_after=1)
+    job, seen = Run(config), []
+
+    def bad(self: step.Step, batch: Batch) -> Losses:
+        terms = losses(self, batch)
+        seen.append(1)
+        return {name: term * (float("nan") if len(seen) == 2 else 1.0) for name, term in terms.items()}
+
+    losses, step.Step.losses = step.Step.losses, bad  # type: ignore[method-assign]
+    try:
+        for _ in job.recorded(tmp_path, stop=lambda: len(seen) == 2):
+            pass
+        again = Run(config)
+        for _ in again.recorded(tmp_path):
+            pass
+    finally:
+        step.Step.losses = losses  # type: ignore[method-assign]
+    assert len(seen) > 2 and again.record.status == "diverged"
+    assert "since step 2 of its kind of batch" in again.record.message

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -323,3 +324,14 @@ def test_backbone_needs_a_channel() -> None:
 def test_base_class_has_no_forward() -> None:
     with pytest.raises(NotImplementedError):
         Backbone()(torch.zeros(1))
+
+
+def test_a_resnet_can_be_traced_and_its_convolutions_replaced():
+    network = backbone("resnet20").eval()
+    x = torch.randn(2, 3, 32, 32)
+    want = network(x).pooled
+    assert torch.equal(torch.fx.symbolic_trace(network)(x).pooled, want)
+    weight = network.conv1.weight
+    network.conv1 = torch.nn.Conv2d(3, 16, 3, padding=1, bias=False)
+    network.conv1.weight = weight
+    assert torch.equal(network(x).pooled, want)

@@ -203,3 +203,15 @@ def test_at_test_time_the_launch_is_taken_only_where_it_can_be(device, monkeypat
 @on_device
 def test_a_row_has_no_more_parts_than_the_plan_can_join(device):
     assert launches._tiles(1, 1, 2**16, 1, False, 4, launches.WHOLE_LIMIT).parts == launches.MOST_PARTS
+
+
+@on_device
+def test_at_test_time_those_who_stand_between_get_batch_norm(device, monkeypatch):
+    monkeypatch.setattr(tbbn.norm.layers, "cuda_kernels", lambda x, plan: pytest.fail("launched"))
+    ours = tbbn.convert(torch.nn.BatchNorm2d(3, device=device)).eval()
+    x = torch.randn(5, 4, 3, 2, 2, device=device)
+    with torch.no_grad():
+        got = torch.func.vmap(lambda row: tbbn.norm.normed(ours, row))(x)
+    assert torch.equal(
+        got, torch.stack([F.relu(F.batch_norm(row, ours.running_mean, ours.running_var, eps=ours.eps)) for row in x])
+    )

@@ -33,14 +33,17 @@ def cropped(
 ) -> Tensor:  # fmt: skip
     """The rows of the stored images, augmented by their parameters and normalised: (n, C, h, w) float32."""
     from tbbn.data import crop_code
+    from tbbn.norm.launches import device_of
 
     assert isinstance(augment, ResizedCrop) and isinstance(images, Tensor)
     _, channels, height, width = images.shape
     size = (augment.crop or height, augment.crop or width)
     pad = padding((height, width)) if augment.padded else 0
-    out = torch.empty((len(rows), channels, *size), device=images.device, memory_format=memory_format)
+    out = torch.empty(
+        (len(rows), channels, *size), dtype=torch.float32, device=images.device, memory_format=memory_format
+    )
     blocks = [_power(n) for n in (height, width, height + 2 * pad, width + 2 * pad, *size)]
-    with torch.cuda.device_of(images):
+    with device_of(images):
         crop_code.crop[(len(rows), channels)](
             images, rows.contiguous(), parameters.contiguous(), mean, std, out,
             channels, height, width, *size, pad, *out.stride(),

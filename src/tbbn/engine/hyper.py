@@ -72,12 +72,13 @@ class settings:
 
     def __enter__(self) -> None:
         if not settings.inside:
-            settings.threads_before = torch.get_num_threads()
-            settings.cuda_before = _cuda_settings() if self.on_gpu else None
+            settings.threads_before, settings.cuda_before = torch.get_num_threads(), None
         settings.inside += 1
         if self.threads:
             torch.set_num_threads(self.threads)
         if self.on_gpu:
+            if settings.cuda_before is None:
+                settings.cuda_before = _cuda_settings()
             _set_cuda("high" if self.tf32 else "highest", self.tf32, True, self.autotune)
 
     def __exit__(self, *_: object) -> None:

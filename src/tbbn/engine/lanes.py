@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from tbbn.config import RunConfig
+from tbbn.engine import check
 from tbbn.engine.events import EpochEnded, Event, Stepped, Waiting
 from tbbn.engine.run import Run
 from tbbn.errors import UserError
@@ -101,7 +102,7 @@ class Lane:
         try:
             if self.events is None:
                 if torch.cuda.is_available() and self.config.device != "cpu":
-                    self.stream = torch.cuda.Stream()
+                    self.stream = torch.cuda.Stream(check.device(self.config))
                 with self._on_stream():
                     self.job = self._begun()
                     self.events = self.job.recorded(self.directory, stop=self.stop)

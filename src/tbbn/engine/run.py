@@ -53,10 +53,13 @@ def run(
     an unfinished run of the same config is continued where it was saved. ``stop`` is asked after each step: once it says
     yes, the run saves itself and ends as "interrupted".
     """
-    job = Run(config)
-    for event in job.recorded(None if directory is None else Path(directory), every, stop):
-        if on_event is not None:
-            on_event(event)
+    device = check.device(config)
+    # Streams and graphs are made on the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        job = Run(config)
+        for event in job.recorded(None if directory is None else Path(directory), every, stop):
+            if on_event is not None:
+                on_event(event)
     return job.record
 
 
@@ -101,7 +104,7 @@ class Run:
         self.steps: dict[Shape, Step | Captured] = {}  # of the phase being trained
         # What a loaded checkpoint leaves to the phase it was saved in.
         self.momentum: dict[str, Tensor] = {}
-        self.totals: dict[Shape, tuple[list[str], Tensor, int]] = {}
+        self.totals: dict[Shape, tuple[list[str], Tensor, int, int]] = {}
 
     def _images(self, split: str) -> Images:
         part, labels = getattr(self.source, split), getattr(self.scenario, f"{split}_labels")
@@ -341,8 +344,8 @@ class Run:
             class_task=task_of_class(self.scenario).to(self.device) if by_task else None,
         )
         if block.shape in self.totals:
-            step.names, step.totals, step.count = self.totals.pop(block.shape)
-            step.sound.fill_(step.count)
+            step.names, step.totals, step.count, sound = self.totals.pop(block.shape)
+            step.sound.fill_(sound)
         # Short blocks would be captured for a step or two an epoch: not worth a graph.
         return Captured(step) if self.device.type == "cuda" and block.steps >= 8 else step
 

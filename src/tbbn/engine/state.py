@@ -51,7 +51,8 @@ def save(run: Run, directory: Path) -> None:
         if run.rows is None
         else {"kind": run.rows.kind, "ratio": run.rows.ratio, "layout": run.rows.layout},
         "totals": [
-            {"shape": asdict(shape), "names": step.names, "count": step.count} for shape, step in totals.items()
+            {"shape": asdict(shape), "names": step.names, "count": step.count, "sound": int(step.sound)}
+            for shape, step in totals.items()
         ],
     }
     kept = between and run.position.task < len(run.scenario.tasks) and keeps_tasks(run)
@@ -119,7 +120,12 @@ def _restore(run: Run, state: dict[str, Any], tensors: dict[str, Tensor], where:
         run.rows = Rows(rows["kind"], current, memory, (rows["ratio"][0], rows["ratio"][1]), rows["layout"])
     run.momentum = _on(run.device, tensors, "momentum")
     run.totals = {
-        Shape(**entry["shape"]): (entry["names"], tensors[f"totals.{i}"].to(run.device), entry["count"])
+        Shape(**entry["shape"]): (
+            entry["names"],
+            tensors[f"totals.{i}"].to(run.device),
+            entry["count"],
+            entry.get("sound", entry["count"]),
+        )
         for i, entry in enumerate(state["totals"])
     }
 

@@ -107,7 +107,7 @@ class Step:
         self.balanced = self.told and self.shape.layout and not self.separate and is_balanced(self.network)
         half = self.precision == "bf16" and self.totals.is_cuda
         self.working = WorkingCopies(self.network) if half else None
-        # Made once: nobody trains the previous network.
+        # Made once for this kind of batch: nobody trains the previous network.
         self.teacher = WorkingCopies(self.previous) if half and self.previous is not None else self.previous
 
     def __call__(self, index: Tensor, drawn: list[Tensor]) -> None:
@@ -252,11 +252,16 @@ class Captured:
 
     def __call__(self, index: Tensor, drawn: list[Tensor]) -> None:
         self.done += 1
+        if self.done == 1:
+            self.index, self.drawn = index.clone(), [d.clone() for d in drawn]
+        # Eager steps read them too: kernels are compiled for the alignment of what they are given, and never while capturing.
+        self.index.copy_(index)
+        for mine, given in zip(self.drawn, drawn, strict=True):
+            mine.copy_(given)
         if self.done <= self.EAGER_STEPS:
-            self.step(index, drawn)
+            self.step(self.index, self.drawn)
             return
         if self.graph is None:
-            self.index, self.drawn = index.clone(), [d.clone() for d in drawn]
             self.graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             # Captured on the run's own stream: libraries keep a workspace for each stream, and graphs captured on a common
@@ -266,9 +271,6 @@ class Captured:
             with torch.cuda.graph(self.graph, stream=own):
                 self.step.train(self.index, self.drawn)
         self.step.count += 1
-        self.index.copy_(index)
-        for mine, given in zip(self.drawn, drawn, strict=True):
-            mine.copy_(given)
         self.graph.replay()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from tbbn.gpu import TRITON
+from tbbn.norm.layers import PlannedNorm
 from tbbn.norm.native import intercepted
 
 _MOST_CHANNELS = 64
@@ -37,22 +38,26 @@ class Conv2d(nn.Conv2d):
         kernels = self._kernels(x)
         return super().forward(x) if kernels is None else self._launched(kernels, x, False).out
 
-    def convolved(self, x: Tensor) -> Convolved:
-        """The convolution and what rides along with it: moments in training, if the kernels can."""
+    def convolved(self, x: Tensor, *, moments: bool = True) -> Convolved:
+        """The convolution and what rides along with it: moments in training, if they are wanted and the kernels can."""
         kernels = self._kernels(x)
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
         if kernels is None or any(hooks) or _has_any_global_hook():
             return Convolved(self(x), x, None)
-        return self._launched(kernels, x, self.training)
+        return self._launched(kernels, x, moments and self.training)
 
     def _launched(self, kernels: Any, x: Tensor, moments: bool) -> Convolved:
-        dtype = _computed_in(x)
-        x = x.to(dtype) if x.requires_grad else x  # images are turned as they are read
-        return Convolved(*kernels.convolve(x, self.weight.to(dtype), self.stride[0], moments))
+        weight = self.weight.to(_computed_in(x))
+        if x.dtype == weight.dtype or not x.requires_grad:  # images are turned as they are read
+            return Convolved(*kernels.convolve(x, weight, self.stride[0], moments))
+        out, _, found = kernels.convolve(x.to(weight.dtype), weight, self.stride[0], moments)
+        return Convolved(out, x, found)  # the input itself, not what was rounded for the product
 
     def _kernels(self, x: Tensor) -> Any:
         """The module of kernels, if this is a case for them; its import imports Triton."""
-        if not (x.is_cuda and TRITON) or torch.compiler.is_compiling() or intercepted() or not self._suits(x):
+        if not (isinstance(x, Tensor) and x.is_cuda and TRITON and self._suits(x)):
+            return None
+        if torch.compiler.is_compiling() or intercepted():
             return None
         from tbbn.models import convolution_kernels
 
@@ -76,6 +81,13 @@ class Conv2d(nn.Conv2d):
             and (self.in_channels % 16 == 0 or not x.requires_grad)
             and 0 < x.shape[0] * x.shape[2] * x.shape[3] <= _MOST_PIXELS
         )
+
+
+def convolved(conv: nn.Module, x: Tensor, norm: nn.Module) -> Convolved:
+    """Any convolution in front of a norm, with moments where the norm takes them."""
+    if isinstance(conv, Conv2d):
+        return conv.convolved(x, moments=isinstance(norm, PlannedNorm))
+    return Convolved(conv(x), x, None)
 
 
 def _computed_in(x: Tensor) -> torch.dtype:

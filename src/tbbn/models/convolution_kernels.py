@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from tbbn.models import convolution_code as code
-from tbbn.norm.launches import MOST_PARTS
+from tbbn.norm.launches import MOST_PARTS, device_of
 
 _TILE = 4096  # values a program of a convolution puts out
 _TILES_A_CHUNK = 8  # of pixels, for a program that sums weights' gradients
@@ -114,10 +114,10 @@ def _launch(
     tile = _TILE // block
     pixels, found = images * out_h * out_w, None
     if moments and out_h * out_w % tile == 0 and out_h * out_w <= MOST_PARTS * tile:
-        found = torch.empty((2, images, out_h * out_w // tile, n_out), device=x.device)
+        found = torch.empty((2, images, out_h * out_w // tile, n_out), dtype=torch.float32, device=x.device)
     mean, var = (y, y) if found is None else found.unbind()
     strides = weight.stride() if back else (weight.stride(1), weight.stride(0), *weight.stride()[2:])
-    with torch.cuda.device_of(x):
+    with device_of(x):
         code.convolve[(triton.cdiv(pixels, tile), n_out // block)](
             x, weight, y, y if beside is None else _last(beside), mean, var, pixels, in_h, in_w, out_h, out_w, *strides,
             n_in, n_out, weight.shape[2], stride, back, beside is not None, found is not None, _exact(weight.dtype),
@@ -135,9 +135,9 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Te
     chunks = triton.cdiv(pixels, _TILES_A_CHUNK * tile)
     # Three taps share what they read of the gradient, where registers hold three sums.
     taps = size if k_block * n_block <= 1024 else 1
-    part = torch.empty((chunks, weight.numel()), device=x.device)
+    part = torch.empty((chunks, weight.numel()), dtype=torch.float32, device=x.device)
     out = torch.empty_like(weight, memory_format=torch.channels_last)
-    with torch.cuda.device_of(x):
+    with device_of(x):
         code.weight_sums[(chunks, size * size // taps, n_out // n_block)](
             grad, x, part, pixels, _TILES_A_CHUNK * tile, in_h, in_w, out_h, out_w,
             n_in, n_out, size, stride, taps, _exact(weight.dtype), tile, k_block, n_block, num_warps=4, num_stages=_STAGES,

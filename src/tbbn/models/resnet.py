@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tbbn.models.base import Backbone, Features, global_average, kaiming
-from tbbn.models.convolution import Conv2d
+from tbbn.models.convolution import Conv2d, convolved
 from tbbn.norm import normed
 
 
@@ -48,8 +48,8 @@ class BasicBlock(nn.Module):
                 self.downsample = nn.Sequential(_conv(n_in, n_out, size=1, stride=stride), nn.BatchNorm2d(n_out))
 
     def forward(self, x: Tensor, *, relu: bool = False) -> Tensor:
-        out, x, moments = self.conv1.convolved(x)
-        out, _, moments = self.conv2.convolved(normed(self.bn1, out, moments=moments))
+        out, x, moments = convolved(self.conv1, x, self.bn1)
+        out, _, moments = convolved(self.conv2, normed(self.bn1, out, moments=moments), self.bn2)
         shortcut = x if self.downsample is None else self.downsample(x)
         return normed(self.bn2, out, relu=relu, residual=shortcut, moments=moments)
 
@@ -116,7 +116,7 @@ class ResNet(Backbone):
         return blocks[-1](x)
 
     def forward(self, images: Tensor) -> Features:
-        x, _, moments = self.conv1.convolved(images)
+        x, _, moments = convolved(self.conv1, images, self.bn1)
         x = normed(self.bn1, x, moments=moments)
         if self.max_pool:
             x = F.max_pool2d(x, 3, stride=2, padding=1)

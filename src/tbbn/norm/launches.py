@@ -147,7 +147,7 @@ def gradient_of(parameter: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if parameter is None else like.new_empty(parameter.shape, dtype=parameter.dtype)
 
 
-def _device(x: Tensor) -> AbstractContextManager[Any]:
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Kernels go to the current device; make it that of ``x``."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
@@ -172,7 +172,7 @@ def forward(
     moved = (running is not None, total, isinstance(buffers[4], Tensor), batches is not None)
     after = (relu, residual is not None)
     plan_strides = (*gather.stride(), *scatter.stride())
-    with _device(x):
+    with device_of(x):
         t = tiles.apply
         if tiles.whole:
             triton_code.whole_forward[(-(-channels // t.channels),)](
@@ -210,7 +210,7 @@ def fixed(
     t = _tiles(rows, channels, pixels, 1, strides[2] == 1, x.element_size(), 0).apply
     y = torch.empty_like(x)
     beside = x if residual is None else _alike(residual, x)
-    with _device(x):
+    with device_of(x):
         triton_code.fixed[t.grid(rows, channels, pixels)](
             x, y, beside, mean, var, _vector(weight, mean), _vector(bias, mean), eps, rows, channels, pixels, *strides,
             *t, weight is not None, bias is not None, relu, residual is not None, num_warps=t.warps,
@@ -242,7 +242,7 @@ def all_gradients(
     given = (_vector(weight, mean), gather, scatter, mean, var, dweight, dbias, eps, rows, channels, pixels, groups)
     has = (weight is not None, bias is not None)
     plan_strides = (*gather.stride(), *scatter.stride())
-    with _device(x):
+    with device_of(x):
         t = tiles.apply
         if tiles.whole:
             triton_code.whole_backward[(-(-channels // t.channels),)](

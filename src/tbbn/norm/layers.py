@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.errors import UserError
 from tbbn.norm.functional import activated, cuda_kernels, move, statistics_dtype, task_balanced_batch_norm
+from tbbn.norm.native import intercepted
 from tbbn.norm.plan import Layout, Plan, PlanOptions, whole_batch
 
 
@@ -167,7 +168,7 @@ class PlannedNorm(BalancedNorm):
     def _at_test_time(self, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor | None:
         """Batch norm and what follows it in one launch, where there are kernels and nobody asks for gradients."""
         mean, var = self.running_mean, self.running_var
-        if mean is None or var is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if mean is None or var is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or intercepted():
             return None
         kernels = cuda_kernels(x, None)
         if kernels is None or (residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -134,9 +134,9 @@ def make_layout(
     return Layout(current, memory, past_tasks, is_memory, task_ids)
 
 
-@lru_cache(maxsize=256)
+@cache
 def _counted(current: int, memory: int, past_tasks: int) -> Layout:
-    """One layout for all batches with the same counts, and so one plan."""
+    """One layout for all batches with the same counts, and so one plan; kept for good: a CUDA graph may go on reading it."""
     return Layout(current, memory, past_tasks)
 
 
@@ -289,9 +289,9 @@ def _membership(layout: Layout) -> Tensor:
     return torch.where(layout.memory_mask().unsqueeze(1), past, current)
 
 
-@lru_cache(maxsize=64)
+@cache
 def whole_batch(rows: int, device: torch.device) -> Plan:
-    """Plain batch norm as a plan: one group of all rows."""
+    """Plain batch norm as a plan: one group of all rows. Kept for good: a CUDA graph may go on reading it."""
     plan = Plan(rows, _ones(1, rows) / rows, _ones(rows, 1), _ones(1), rows * _ones(1))
     return plan.to(device, torch.float32)
 
