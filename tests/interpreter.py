@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import pytest
@@ -42,6 +43,21 @@ def interpret(file: str) -> None:
 def tf32(allowed: bool) -> AbstractContextManager[None]:
     """Whether convolutions of float32 may be tf32's, inside; torch may have locked the flag itself by now."""
     return torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed)
+
+
+def equals_itself_captured(work: Callable[[], Sequence[Tensor]]) -> bool:
+    """Whether what is captured as a CUDA graph and replayed gives the bits of the eager call."""
+    eager = work()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work()
+    graph.replay()
+    torch.cuda.synchronize()
+    return all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
 
 
 def apart(a: Tensor, b: Tensor) -> float:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tbbn import bench
 from tbbn.cli import main
+from tbbn.config import RunConfig
 
 CPU = torch.device("cpu")
 
@@ -81,3 +84,23 @@ def test_a_mistake_is_one_line(words: str, message: str, capsys: pytest.CaptureF
     assert main(["bench", *words.split()]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_step_is_measured_with_the_precision_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[str] = []
+
+    @contextmanager
+    def as_run(config: RunConfig, device: torch.device) -> Iterator[None]:
+        inside.append(config.precision)
+        yield
+        inside.append("out")
+
+    def work(*_: object) -> bench.Work:
+        assert inside == ["tf32"]
+        return lambda: None
+
+    monkeypatch.setattr(bench, "as_run", as_run)
+    monkeypatch.setattr(bench, "step_work", work)
+    monkeypatch.setattr(bench, "race", lambda works, device, seconds: {name: [1.0] for name in works})
+    assert bench.step("small", ("bn",), "tf32", 8, CPU)["bn"] == {"ms": 1e3}
+    assert inside == ["tf32", "out"]

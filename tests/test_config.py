@@ -340,7 +340,7 @@ def test_a_config_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ({"save.tasks": "some"}, r"unknown tasks to save 'some'"),
         (
             {"device": "gpu"},
-            r"unknown device 'gpu'; use 'cuda' for a GPU \('cuda:1' for the second\), 'cpu' or 'auto'\.",
+            r"unknown device 'gpu'; use 'cuda' for a GPU, 'cpu' or 'auto'\.",
         ),
     ],
 )

@@ -106,7 +106,7 @@ class RunConfig:
     protocol: str = "clean"  # or "paper": trained as the authors did
     quirks: tuple[str, ...] = ()  # errors of the released code to reproduce: tbbn list quirks
     seed: int = 0  # of everything random
-    device: str = "auto"  # a GPU if there is one; or "cpu", "cuda", "cuda:1", ...
+    device: str = "auto"  # a GPU if there is one; or "cpu", "cuda"
     precision: str = "fp32"  # or "tf32", "bf16": arithmetic of convolutions and products; statistics stay float32
     autotune: bool = False  # a GPU times its algorithms first: faster, but bits may differ from one process to the next
     threads: int = 0  # CPU threads; 0: torch's own choice

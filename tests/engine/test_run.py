@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tbbn.engine import EpochEnded, Event, Stepped, TaskEnded, run
-from tbbn.engine.hyper import Hyper
+from tbbn.engine.hyper import Hyper, settings
 from tbbn.engine.run import Run
 from tbbn.engine.step import Step
 from tbbn.errors import UserError
@@ -625,3 +625,14 @@ def test_a_run_on_a_cpu_touches_the_number_of_threads_alone_and_puts_it_back(mon
     before = torch.get_num_threads()
     seen = [torch.get_num_threads() for _ in Run(tiny(threads=before + 1, train__epochs=1)).recorded(None)]
     assert set(seen) == {before + 1} and torch.get_num_threads() == before
+
+
+def test_cudas_settings_are_put_back_though_a_run_on_a_cpu_began_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [("highest", False, False, True)]
+    monkeypatch.setattr("tbbn.engine.hyper._cuda_settings", lambda: now[0])
+    monkeypatch.setattr("tbbn.engine.hyper._set_cuda", lambda *values: now.__setitem__(0, values))
+    with settings(tiny(), torch.device("cpu")):
+        with settings(tiny(precision="tf32", autotune=True), torch.device("cuda")):
+            assert now == [("high", True, True, True)]
+        assert now == [("high", True, True, True)]  # the last one out puts them back
+    assert now == [("highest", False, False, True)]

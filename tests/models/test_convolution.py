@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tbbn
 from interpreter import INTERPRETED, RUNNING, apart, here, interpret, on_device, tf32
 from tbbn.models.base import Features, seeded_init
-from tbbn.models.convolution import Conv2d, Convolved
+from tbbn.models.convolution import Conv2d, Convolved, convolved
 from tbbn.models.resnet import BasicBlock, ResNet
 from tbbn.models.small import SmallNet
 
@@ -363,3 +363,10 @@ def test_hooks_on_every_module_fire(device, through):
     with register_module_forward_hook(lambda module, args, out: calls.append(module)):
         assert conv.convolved(noise(2, 16, 16, 16).to(device)).moments is None
     assert calls == [conv]
+
+
+@on_device
+def test_moments_are_for_norms_that_take_them(device, through):
+    conv, x = layer(size=1).to(device), noise(2, 16, 16, 16).to(device)
+    assert convolved(conv, x, tbbn.TaskBalancedBatchNorm2d(16)).moments is not None
+    assert convolved(conv, x, nn.GroupNorm(4, 16)).moments is None

@@ -187,7 +187,7 @@ def device(config: RunConfig) -> torch.device:
     try:
         found = torch.device(config.device)
     except RuntimeError:
-        ways = "'cuda' for a GPU ('cuda:1' for the second), 'cpu' or 'auto'"
+        ways = "'cuda' for a GPU, 'cpu' or 'auto'"
         raise UserError(f"unknown device {config.device!r}; use {ways}.") from None
     try:
         if found.type == "meta":

@@ -240,6 +240,17 @@ def _upstream(g, y, offsets, mask, RELU: tl.constexpr):
 
 
 @triton.jit
+def _entering(
+    g, x, y, dresidual, centre, offsets, mask, RELU: tl.constexpr, RESIDUAL: tl.constexpr
+):  # fmt: skip
+    """What a backward pass reads of a tile: the gradient that reaches it, also the residual's, and ``x - centre``."""
+    up = _upstream(g, y, offsets, mask, RELU)
+    if RESIDUAL:
+        tl.store(dresidual + offsets, up, mask=mask)
+    return up, tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
+
+
+@triton.jit
 def row_sums(
     g, x, y, mean, part_g, part_gx, B, C, P, SPAN, sb, sp, sc,
     ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr,
@@ -253,8 +264,7 @@ def row_sums(
     sum_gx = tl.zeros((ROWS, CHANNELS), tl.float32)
     for start in range(0, SPAN, PIXELS):
         offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, SPAN, sb, sp, sc)
-        up = _upstream(g, y, begin + offsets, mask, RELU)
-        d = tl.load(x + begin + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
+        up, d = _entering(g, x, y, g, centre, begin + offsets, mask, RELU, False)
         sum_g += tl.sum(up, 1)
         sum_gx += tl.sum(up * d, 1)
     at = (row[:, None] * (P // SPAN) + tl.program_id(2)) * C + channel[None, :]
@@ -318,10 +328,7 @@ def whole_backward(
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
     offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
-    up = _upstream(g, y, offsets, mask, RELU)
-    d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
-    if RESIDUAL:
-        tl.store(dresidual + offsets, up, mask=mask)
+    up, d = _entering(g, x, y, dresidual, centre, offsets, mask, RELU, RESIDUAL)
     factor, slope, level = _backward_plan(
         tl.sum(up, 1), tl.sum(up * d, 1), row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
         B, C, P, R, gj, gb, vb, vj, BATCH, CHANNELS, GROUPS, WEIGHT, BIAS,
@@ -368,10 +375,7 @@ def affine_backward(
     pixel = tl.program_id(2) * PIXELS + tl.arange(0, PIXELS)
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
     offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
-    up = _upstream(g, y, offsets, mask, RELU)
-    d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
-    if RESIDUAL:
-        tl.store(dresidual + offsets, up, mask=mask)
+    up, d = _entering(g, x, y, dresidual, centre, offsets, mask, RELU, RESIDUAL)
     at = row[:, None] * C + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
     a = tl.load(factor + at, mask=there, other=0.0)
