@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import here
+from interpreter import here, tf32
 from tbbn.data.augment import ResizedCrop
-from tbbn.norm.plan import Layout, PlanOptions
+from tbbn.norm.plan import Layout, PlanOptions, whole_batch
 
 triton = pytest.importorskip("triton")
 pytestmark = here
@@ -41,18 +41,25 @@ class Card:
 @pytest.fixture
 def compiled(request, monkeypatch, tmp_path) -> list[tuple[str, bytes]]:
     """Launches compile instead, for an H100 if not told otherwise; names and machine code of what they compiled."""
+    from tbbn import launching
+
     found: list[tuple[str, bytes]] = []
+    card = Card(getattr(request, "param", 90))
 
     def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         def compile_only(*args: Any, **options: Any) -> None:
             assert all(n > 0 for n in grid)
-            found.append((kernel.__name__, kernel.warmup(*args, grid=grid, **options).asm["cubin"]))
+            asm = kernel.warmup(*args, grid=grid, **options).asm
+            # Kernels that may be put in place early, and only they, wait for what is before them.
+            assert ("griddepcontrol.wait" in asm["ptx"]) == options.get("launch_pdl", False) == (card.capability >= 90)
+            found.append((kernel.__name__, asm["cubin"]))
 
         return compile_only
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.JITFunction, "__getitem__", launcher)
-    monkeypatch.setattr(triton.runtime.driver, "_active", Card(getattr(request, "param", 90)))
+    monkeypatch.setattr(triton.runtime.driver, "_active", card)
+    monkeypatch.setattr(launching, "_can", lambda device: card.capability >= 90)
     return found
 
 
@@ -103,32 +110,48 @@ def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_pa
     check(compiled, whole if memory_format is CONTIGUOUS and shape[2] < 8 else split, tmp_path)
 
 
+@pytest.mark.parametrize("past_tasks", [0, 1, 4, 9])
+def test_plans_of_any_number_of_groups_compile(compiled, past_tasks, tmp_path):
+    """From moments of parts of rows, as a convolution gives them."""
+    from tbbn.norm import launches
+
+    plan = Layout(48, 16, past_tasks).plan(PlanOptions(), torch.device("cpu"), torch.float32)
+    plan = plan or whole_batch(64, torch.device("cpu"))
+    x, (weight, bias) = torch.zeros(64, 16, 32, 32, dtype=torch.bfloat16).to(memory_format=LAST), torch.zeros(2, 16)
+    given = (weight, bias, plan.gather, plan.scatter)
+    y, mean, var = launches.forward(x, *given, 1e-5, relu=True, moments=torch.zeros(2, 64, 4, 16))
+    launches.all_gradients(x, x, *given, mean, var, 1e-5, y)
+    check(compiled, {"plan_forward", "affine", "row_sums", "plan_backward", "affine_backward"}, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("n_in", "n_out", "side", "size", "stride"),
     [(3, 16, 32, 3, 1), (16, 16, 32, 3, 1), (16, 32, 32, 1, 2), (32, 64, 16, 3, 2), (64, 64, 8, 3, 1)],
 )
-def test_the_convolutions_kernels_compile(compiled, n_in, n_out, side, size, stride, tmp_path):
+def test_the_convolutions_kernels_compile(compiled, n_in, n_out, side, size, stride, dtype, tmp_path):
     from tbbn.models import convolution_kernels
 
     def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16).to(memory_format=LAST)
+        return torch.zeros(shape, dtype=dtype).to(memory_format=LAST)
 
     x, weight, out = (
         zeros(64, n_in, side, side),
         zeros(n_out, n_in, size, size),
         (64, n_out, side // stride, side // stride),
     )
-    y, moments = convolution_kernels._launch(x, weight, out, stride, moments=True)
-    assert moments is not None
-    if n_in > 3:
-        convolution_kernels._launch(y, weight, tuple(x.shape), stride, back=True, beside=x)
-    convolution_kernels._weight_gradient(y, x, weight, stride)
+    with tf32(True):
+        y, moments = convolution_kernels._launch(x, weight, out, stride, moments=True)
+        assert moments is not None
+        if n_in > 3:
+            convolution_kernels._launch(y, weight, tuple(x.shape), stride, back=True, beside=x)
+        convolution_kernels._weight_gradient(y, x, weight, stride)
     check(compiled, {"convolve", "weight_sums", "fold"}, tmp_path)
 
 
 @pytest.mark.parametrize("compiled", [80], indirect=True, ids=["A100"])
 def test_an_older_card_has_its_code_too(compiled, tmp_path):
-    test_the_convolutions_kernels_compile(compiled, 32, 32, 16, 3, 1, tmp_path)
+    test_the_convolutions_kernels_compile(compiled, 32, 32, 16, 3, 1, torch.bfloat16, tmp_path)
     compiled.clear()
     test_the_norms_kernels_compile(compiled, (64, 32, 16, 16), torch.bfloat16, LAST, tmp_path)
 

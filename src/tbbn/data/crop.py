@@ -33,7 +33,7 @@ def cropped(
 ) -> Tensor:  # fmt: skip
     """The rows of the stored images, augmented by their parameters and normalised: (n, C, h, w) float32."""
     from tbbn.data import crop_code
-    from tbbn.norm.launches import device_of
+    from tbbn.launching import device_of, turn
 
     assert isinstance(augment, ResizedCrop) and isinstance(images, Tensor)
     _, channels, height, width = images.shape
@@ -47,7 +47,7 @@ def cropped(
         crop_code.crop[(len(rows), channels)](
             images, rows.contiguous(), parameters.contiguous(), mean, std, out,
             channels, height, width, *size, pad, *out.stride(),
-            *blocks, num_warps=4,
+            *blocks, num_warps=4, **turn(images),
         )  # fmt: skip
     return out
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tbbn.launching import take_turn
+
 
 @triton.jit
 def _weights(start, length, flip, pixel, N_IN, N_OUT, OUT: tl.constexpr):
@@ -37,9 +39,10 @@ def _matrix(start, length, flip, N_IN, N_OUT, PAD, IN: tl.constexpr, PADDED: tl.
 def crop(
     images, rows, parameters, mean, std, out, CHANNELS, H, W, OUT_H, OUT_W, PAD, sn, sc, sh, sw,
     BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, PADDED_H: tl.constexpr, PADDED_W: tl.constexpr,
-    TILE_H: tl.constexpr, TILE_W: tl.constexpr,
+    TILE_H: tl.constexpr, TILE_W: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Channel ``program_id(1)`` of row ``program_id(0)``: parameters are top, left, height, width, flip."""
+    take_turn(AHEAD)
     n, channel = tl.program_id(0), tl.program_id(1)
     top = tl.load(parameters + n * 5)
     left = tl.load(parameters + n * 5 + 1)

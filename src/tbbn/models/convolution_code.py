@@ -12,19 +12,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tbbn.launching import take_turn
+
 
 @triton.jit
 def convolve(
     x, w, y, beside, tile_mean, tile_var, PIXELS, in_h, in_w, out_h, out_w, w_in, w_out, w_row, w_column,
     K: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr,
     ADD: tl.constexpr, MOMENTS: tl.constexpr, EXACT: tl.constexpr,
-    TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr,
+    TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """``y`` from ``x``, or with BACK the input's gradient from the output's, to which ADD adds ``beside``.
 
     MOMENTS are the mean and variance of each channel over this tile, which must lie in one image: of what is stored, so
     after rounding.
     """
+    take_turn(AHEAD)
     pixel = tl.program_id(0) * TILE + tl.arange(0, TILE)
     out = tl.program_id(1) * N_BLOCK + tl.arange(0, N_BLOCK)
     there = pixel < PIXELS
@@ -73,9 +76,10 @@ def convolve(
 def weight_sums(
     g, x, part, PIXELS, CHUNK, in_h, in_w, out_h, out_w,
     K: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, TAPS: tl.constexpr,
-    EXACT: tl.constexpr, TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The weights' gradient over CHUNK pixels, ``part[chunk, n, tap, k]``, at one tap or at the three of a row."""
+    take_turn(AHEAD)
     chunk = tl.program_id(0)
     first = tl.program_id(1) * TAPS
     n = tl.program_id(2) * N_BLOCK + tl.arange(0, N_BLOCK)
@@ -109,8 +113,9 @@ def weight_sums(
 
 
 @triton.jit
-def fold(part, out, SIZE, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr):
+def fold(part, out, SIZE, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr):
     """The sum over chunks."""
+    take_turn(AHEAD)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, CHUNKS, TOGETHER):

@@ -12,8 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
+from tbbn.launching import device_of, turn
 from tbbn.models import convolution_code as code
-from tbbn.norm.launches import MOST_PARTS, device_of
+from tbbn.norm.launches import MOST_PARTS
 
 _TILE = 4096  # values a program of a convolution puts out
 _TILES_A_CHUNK = 8  # of pixels, for a program that sums weights' gradients
@@ -121,7 +122,7 @@ def _launch(
         code.convolve[(triton.cdiv(pixels, tile), n_out // block)](
             x, weight, y, y if beside is None else _last(beside), mean, var, pixels, in_h, in_w, out_h, out_w, *strides,
             n_in, n_out, weight.shape[2], stride, back, beside is not None, found is not None, _exact(weight.dtype),
-            tile, _divisor(n_in, 32), block, num_warps=4, num_stages=2,
+            tile, _divisor(n_in, 128 // weight.element_size()), block, num_warps=4, num_stages=2, **turn(x),
         )  # fmt: skip
     return y, found
 
@@ -141,6 +142,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Te
         code.weight_sums[(chunks, size * size // taps, n_out // n_block)](
             grad, x, part, pixels, _TILES_A_CHUNK * tile, in_h, in_w, out_h, out_w,
             n_in, n_out, size, stride, taps, _exact(weight.dtype), tile, k_block, n_block, num_warps=4, num_stages=_STAGES,
+            **turn(x),
         )  # fmt: skip
-        code.fold[(triton.cdiv(weight.numel(), 64),)](part, out, weight.numel(), chunks, 64, 32, num_warps=4)
+        code.fold[(triton.cdiv(weight.numel(), 64),)](part, out, weight.numel(), chunks, 64, 32, num_warps=4, **turn(x))
     return out

@@ -5,13 +5,13 @@ Importing this module imports Triton; import it only where there is a CUDA tenso
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tbbn.launching import device_of, turn
 from tbbn.norm import triton_code
 from tbbn.norm.plan import Plan
 
@@ -33,14 +33,15 @@ class _Tile(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """About 32 elements for a thread."""
-        return max(4, min(16, self.size // 1024))
+        """64 elements for a thread where it has channels side by side, read several at a time; otherwise 32."""
+        return max(1, min(16, self.size // 2048)) if self.channels > 1 else max(4, min(16, self.size // 1024))
 
     def grid(self, rows: int, channels: int, pixels: int) -> tuple[int, int, int]:
         return self.over(rows, channels, -(-pixels // self.pixels))
 
     def over(self, rows: int, channels: int, parts: int) -> tuple[int, int, int]:
-        return -(-rows // self.rows), -(-channels // self.channels), parts
+        """Channels first: neighbours in memory are read at the same time."""
+        return -(-channels // self.channels), parts, -(-rows // self.rows)
 
 
 class _Tiles(NamedTuple):
@@ -54,9 +55,11 @@ class _Tiles(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Of the kernels with a plan: a whole tile is held all the while, 16 elements a thread."""
+        """Of the kernels with a plan; 16 elements a thread where a whole tile goes through it."""
         plan = self.batch * self.groups * self.block
-        return max(4, min(16, max(plan, 2 * self.apply.size if self.whole else 0) // 1024))
+        if self.whole:
+            return max(4, min(16, max(plan // 1024, self.apply.size // 512)))
+        return max(1, min(16, plan // 2048))  # one where it will do: no thread waits for those of another
 
 
 @lru_cache(maxsize=1024)
@@ -82,12 +85,13 @@ def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size:
     sums = _Tile(max(1, min(batch, work // (long * block))), long, block)
     short = min(image, work // block)
     apply = _Tile(max(1, min(batch, work // (short * block))), short, block)
-    few = min(wide, max(1, channels // 128))  # channels of a program of the plan
+    few = min(wide, max(1, channels // 256))  # channels of a program of the plan
     return _Tiles(False, sums, apply, batch, _groups(groups, batch, few), few, parts)
 
 
 def _groups(groups: int, batch: int, block: int) -> int:
-    return max(1, min(_power(groups), 8192 // (batch * block)))
+    # At least two: of tiles that are one thick in two directions some compilers make code that spills all of them.
+    return max(2, min(_power(groups), 8192 // (batch * block)))
 
 
 def _power(n: int) -> int:
@@ -147,13 +151,6 @@ def gradient_of(parameter: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if parameter is None else like.new_empty(parameter.shape, dtype=parameter.dtype)
 
 
-def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels go to the current device; make it that of ``x``."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return nullcontext()
-
-
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor, eps: float,
     running: Running | None = None, relu: bool = False, residual: Tensor | None = None, moments: Tensor | None = None,
@@ -177,25 +174,25 @@ def forward(
         if tiles.whole:
             triton_code.whole_forward[(-(-channels // t.channels),)](
                 x, y, beside, *given, rows, channels, pixels, groups, *strides, *plan_strides,
-                *t, tiles.groups, *has, *after, *moved, num_warps=tiles.warps,
+                *t, tiles.groups, *has, *after, *moved, num_warps=tiles.warps, **turn(x),
             )  # fmt: skip
             return y, mean, var
         factor, offset = gather.new_empty((2, rows, channels)).unbind()
         if moments is None:
             s, parts = tiles.sums, tiles.parts
-            part_mean, part_var = _parts(factor, offset, parts)
+            part_mean, part_var = _parts(factor, offset, parts, y)
             triton_code.moments[s.over(rows, channels, parts)](
-                x, part_mean, part_var, rows, channels, pixels, pixels // parts, *strides, *s, num_warps=s.warps
+                x, part_mean, part_var, rows, channels, pixels, pixels // parts, *strides, *s, num_warps=s.warps, **turn(x)
             )  # fmt: skip
         else:
             part_mean, part_var = moments.unbind()
             parts = moments.shape[2]
         triton_code.plan_forward[(-(-channels // tiles.block),)](
             x, part_mean, part_var, factor, offset, *given, rows, channels, groups, strides[2], *plan_strides,
-            tiles.batch, tiles.block, tiles.groups, parts, moments is not None, *has, *moved, num_warps=tiles.warps,
+            tiles.batch, tiles.block, tiles.groups, parts, moments is not None, *has, *moved, num_warps=tiles.warps, **turn(x),
         )  # fmt: skip
         triton_code.affine[t.grid(rows, channels, pixels)](
-            x, y, beside, factor, offset, rows, channels, pixels, *strides, *t, *after, num_warps=t.warps
+            x, y, beside, factor, offset, rows, channels, pixels, *strides, *t, *after, num_warps=t.warps, **turn(x)
         )  # fmt: skip
     return y, mean, var
 
@@ -213,7 +210,7 @@ def fixed(
     with device_of(x):
         triton_code.fixed[t.grid(rows, channels, pixels)](
             x, y, beside, mean, var, _vector(weight, mean), _vector(bias, mean), eps, rows, channels, pixels, *strides,
-            *t, weight is not None, bias is not None, relu, residual is not None, num_warps=t.warps,
+            *t, weight is not None, bias is not None, relu, residual is not None, num_warps=t.warps, **turn(x),
         )  # fmt: skip
     return y
 
@@ -247,30 +244,35 @@ def all_gradients(
         if tiles.whole:
             triton_code.whole_backward[(-(-channels // t.channels),)](
                 grad, x, output, dx, dresidual, *given, *strides, *plan_strides, *t, tiles.groups, *has, relu, residual,
-                num_warps=tiles.warps,
+                num_warps=tiles.warps, **turn(x),
             )  # fmt: skip
             return dx, dweight, dbias, dresidual
         s = tiles.sums
         factor, slope, level = gather.new_empty((3, rows, channels)).unbind()
-        part_g, part_gx = _parts(factor, slope, tiles.parts)
+        part_g, part_gx = _parts(factor, slope, tiles.parts, dx)
         triton_code.row_sums[s.over(rows, channels, tiles.parts)](
             grad, x, output, mean, part_g, part_gx, rows, channels, pixels, pixels // tiles.parts, *strides, *s, relu,
-            num_warps=s.warps,
+            num_warps=s.warps, **turn(x),
         )  # fmt: skip
         triton_code.plan_backward[(-(-channels // tiles.block),)](
             part_g, part_gx, factor, slope, level, *given, *plan_strides,
-            tiles.batch, tiles.block, tiles.groups, tiles.parts, *has, num_warps=tiles.warps,
+            tiles.batch, tiles.block, tiles.groups, tiles.parts, *has, num_warps=tiles.warps, **turn(x),
         )  # fmt: skip
         triton_code.affine_backward[t.grid(rows, channels, pixels)](
             grad, x, output, dx, dresidual, mean, factor, slope, level, rows, channels, pixels, *strides,
-            *t, relu, residual, num_warps=t.warps,
+            *t, relu, residual, num_warps=t.warps, **turn(x),
         )  # fmt: skip
     return dx, dweight, dbias, dresidual
 
 
-def _parts(first: Tensor, second: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Room for sums over parts of rows: what they become takes the place of sums over whole rows."""
+def _parts(first: Tensor, second: Tensor, parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for sums over parts of rows, until they become ``first`` and ``second``: in ``out``, which is written after that."""
     if parts == 1:
         return first, second
-    one, two = first.new_empty((2, first.shape[0] * parts, first.shape[1])).unbind()
+    shape = (2, first.shape[0] * parts, first.shape[1])
+    if out.numel() * out.element_size() < 8 * first.numel() * parts:
+        both = first.new_empty(shape)
+    else:
+        both = first.new_empty(0).set_(out.untyped_storage(), 0, shape)  # type: ignore[call-overload]
+    one, two = both.unbind()
     return one, two

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tbbn.launching import take_turn
+
 
 @triton.jit
 def _tile(row, pixel, channel, B, C, P, sb, sp, sc):
@@ -23,6 +25,15 @@ def _tile(row, pixel, channel, B, C, P, sb, sp, sc):
     offsets = row[:, None, None] * sb + pixel[None, :, None] * sp + channel[None, None, :] * sc
     mask = (row < B)[:, None, None] & (pixel < P)[None, :, None] & (channel < C)[None, None, :]
     return offsets, mask
+
+
+@triton.jit
+def _from_the_end(ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
+    """A program's rows, pixels and channels, those first that lie last: they were read last, and may be in the cache still."""
+    channel = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHANNELS + tl.arange(0, CHANNELS)
+    pixel = (tl.num_programs(1) - 1 - tl.program_id(1)) * PIXELS + tl.arange(0, PIXELS)
+    row = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS + tl.arange(0, ROWS)
+    return row, pixel, channel
 
 
 @triton.jit
@@ -36,12 +47,13 @@ def _centred(d, mask, n):
 @triton.jit
 def moments(
     x, part_mean, part_var, B, C, P, SPAN, sb, sp, sc,
-    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Mean and variance of every part of every row, SPAN pixels each, relative to the channel's first element."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    begin = tl.program_id(2) * SPAN
+    take_turn(AHEAD)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(1) * SPAN
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
     mean = tl.zeros((ROWS, CHANNELS), tl.float32)
     square = tl.zeros((ROWS, CHANNELS), tl.float32)
@@ -49,13 +61,13 @@ def moments(
         offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, SPAN, sb, sp, sc)
         d = tl.load(x + begin * sp + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
         n = tl.minimum(SPAN - start, PIXELS) * 1.0
-        part, part_square = _centred(tl.where(mask, d, 0.0), mask, n)
+        piece, piece_square = _centred(tl.where(mask, d, 0.0), mask, n)
         # Chan's rule joins the moments of this piece to those of the pieces before.
         share = n / (start + n)
-        delta = part - mean
+        delta = piece - mean
         mean += delta * share
-        square += part_square + delta * delta * (share * start)
-    at = (row[:, None] * (P // SPAN) + tl.program_id(2)) * C + channel[None, :]
+        square += piece_square + delta * delta * (share * start)
+    at = (row[:, None] * (P // SPAN) + tl.program_id(1)) * C + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
     tl.store(part_mean + at, mean, mask=there)
     tl.store(part_var + at, square / SPAN, mask=there)
@@ -134,9 +146,10 @@ def whole_forward(
     B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
     BATCH: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
-    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr,
+    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """All of it for a block of channels whose whole batch is one tile."""
+    take_turn(AHEAD)
     row, pixel = tl.arange(0, BATCH), tl.arange(0, PIXELS)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
@@ -158,9 +171,10 @@ def plan_forward(
     B, C, R, sc, gj, gb, vb, vj,
     BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ABSOLUTE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr,
+    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The plan alone: once for each channel, not once for each tile of it. From the moments of equal PARTS of each row."""
+    take_turn(AHEAD)
     row = tl.arange(0, BATCH)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
@@ -192,11 +206,11 @@ def plan_forward(
 def affine(
     x, y, residual, factor, offset, B, C, P, sb, sp, sc,
     ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """``y = (x - pivot) * A + S`` for a block of rows, channels and pixels."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    pixel = tl.program_id(2) * PIXELS + tl.arange(0, PIXELS)
+    take_turn(AHEAD)
+    row, pixel, channel = _from_the_end(ROWS, PIXELS, CHANNELS)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
     offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
     d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
@@ -211,12 +225,11 @@ def affine(
 def fixed(
     x, y, residual, mean, var, weight, bias, eps, B, C, P, sb, sp, sc,
     ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Batch norm with statistics that are given, as at test time."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    pixel = tl.program_id(2) * PIXELS + tl.arange(0, PIXELS)
+    take_turn(AHEAD)
+    row, pixel, channel = _from_the_end(ROWS, PIXELS, CHANNELS)
     inside = channel < C
     centre = tl.load(mean + channel, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.load(var + channel, mask=inside, other=0.0).to(tl.float32) + eps)
@@ -253,12 +266,13 @@ def _entering(
 @triton.jit
 def row_sums(
     g, x, y, mean, part_g, part_gx, B, C, P, SPAN, sb, sp, sc,
-    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr,
+    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Sums of ``g`` and of ``g * (x - centre)`` over every part of every row; the centre is the first group's mean."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    begin = tl.program_id(2) * SPAN * sp
+    take_turn(AHEAD)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(1) * SPAN * sp
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
     sum_g = tl.zeros((ROWS, CHANNELS), tl.float32)
     sum_gx = tl.zeros((ROWS, CHANNELS), tl.float32)
@@ -267,7 +281,7 @@ def row_sums(
         up, d = _entering(g, x, y, g, centre, begin + offsets, mask, RELU, False)
         sum_g += tl.sum(up, 1)
         sum_gx += tl.sum(up * d, 1)
-    at = (row[:, None] * (P // SPAN) + tl.program_id(2)) * C + channel[None, :]
+    at = (row[:, None] * (P // SPAN) + tl.program_id(1)) * C + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
     tl.store(part_g + at, sum_g, mask=there)
     tl.store(part_gx + at, sum_gx, mask=there)
@@ -321,9 +335,10 @@ def whole_backward(
     g, x, y, dx, dresidual, weight, gather, scatter, mean, var, dweight, dbias, eps,
     B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
     BATCH: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """All of it for a block of channels whose whole batch is one tile."""
+    take_turn(AHEAD)
     row, pixel = tl.arange(0, BATCH), tl.arange(0, PIXELS)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
@@ -341,9 +356,10 @@ def plan_backward(
     part_g, part_gx, factor, slope, level, weight, gather, scatter, mean, var, dweight, dbias, eps,
     B, C, P, R, gj, gb, vb, vj,
     BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The transposed plan alone, from the sums over PARTS of each row."""
+    take_turn(AHEAD)
     row = tl.arange(0, BATCH)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     at = row[:, None] * (PARTS * C) + channel[None, :]
@@ -368,11 +384,11 @@ def plan_backward(
 def affine_backward(
     g, x, y, dx, dresidual, mean, factor, slope, level, B, C, P, sb, sp, sc,
     ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """``dx = A g + X (x - centre) + K`` for a block of rows, channels and pixels."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    pixel = tl.program_id(2) * PIXELS + tl.arange(0, PIXELS)
+    take_turn(AHEAD)
+    row, pixel, channel = _from_the_end(ROWS, PIXELS, CHANNELS)
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
     offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
     up, d = _entering(g, x, y, dresidual, centre, offsets, mask, RELU, RESIDUAL)
