@@ -1,16 +1,17 @@
 """Task-balanced batch norm on a GPU: is it right, and what does it cost beside ``nn.BatchNorm2d``?
 
-    PYTHONPATH=src python3 benchmarks/gpu.py
+    PYTHONPATH=src python3 benchmarks/gpu.py [float64] [equality] [convolutions] [bench]
 
 Needs torch with Triton and a CUDA device, nothing else. First the kernels against float64, then captured runs against eager
-ones and a lane against the run alone, bit for bit, then convolutions beside cuDNN's and the tables of ``tbbn bench``. Parts may
-fail alone. ``$OUT/gpu.json``, where OUT is set, has every number.
+ones and a lane against the run alone, bit for bit, then convolutions beside cuDNN's and the tables of ``tbbn bench``; or the
+parts that are named. Parts may fail alone. Where OUT is set, ``$OUT/gpu.json`` has every number (``gpu-NAME.json`` of one part).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -47,7 +48,24 @@ def section(title: str, work: Callable[[], Any]) -> None:
     torch.cuda.synchronize()
     print(f"   {time.perf_counter() - start:.1f} s", flush=True)
     if "OUT" in os.environ:
-        Path(os.environ["OUT"], "gpu.json").write_text(json.dumps(RESULTS, indent=1))
+        name = "-".join(["gpu", *sys.argv[1:]]) + ".json"
+        Path(os.environ["OUT"], name).write_text(json.dumps({**RESULTS, "spilled": spilled()}, indent=1))
+
+
+def spilled() -> dict[str, int]:
+    """Kernels whose values did not fit the registers, and how many: this card's compiler may not be the tests'."""
+    from tbbn.data import crop_code
+    from tbbn.models import convolution_code
+    from tbbn.norm import triton_code
+
+    found: dict[str, int] = {}
+    for module in (triton_code, convolution_code, crop_code):
+        for kernel in vars(module).values():
+            for cache in getattr(kernel, "device_caches", {}).values():
+                for compiled in cache[0].values():
+                    if compiled.n_spills:
+                        found[kernel.__name__] = max(found.get(kernel.__name__, 0), compiled.n_spills)
+    return found
 
 
 def plan_of(dtype: torch.dtype) -> Plan:
@@ -213,13 +231,16 @@ def equality() -> dict[str, bool]:
 
 
 def tables() -> dict[str, Any]:
-    found = bench.bench(DEVICE, precisions=("bf16", "tf32"), n_lanes=(1, 8), say=lambda line: print(f"   {line}"))
+    found = bench.bench(
+        DEVICE, precisions=("bf16", "tf32"), n_lanes=(1, 8), say=lambda line: print(f"   {line}")
+    )
     print(text(found))
     return found
 
 
+PARTS = {"float64": check, "equality": equality, "convolutions": convolutions, "bench": tables}
+
 if __name__ == "__main__":
-    section("float64", check)
-    section("equality", equality)
-    section("convolutions", convolutions)
-    section("bench", tables)
+    for part in sys.argv[1:] or PARTS:
+        section(part, PARTS[part])
+    print(f"kernels that spill registers: {spilled() or 'none'}")
