@@ -153,7 +153,8 @@ def convolution(n_in: int, n_out: int, side: int, size: int, stride: int) -> dic
     grads = [draw(64, n_out, side // stride, side // stride) for _ in inputs]
 
     def gradients(y: Tensor, x: Tensor, weight: Tensor, g: Tensor) -> list[Tensor]:
-        return [y, *torch.autograd.grad(y, (weight, *([x] if x.requires_grad else [])), g)]
+        found = torch.autograd.grad(y, (weight, *([x] if x.requires_grad else [])), g)
+        return [y.detach(), *found]  # with its graph it would tie what is captured later to this stream
 
     def ours(x: Tensor, g: Tensor) -> list[Tensor]:
         return gradients(layer.convolved(x).out, x, layer.weight, g)
@@ -231,9 +232,7 @@ def equality() -> dict[str, bool]:
 
 
 def tables() -> dict[str, Any]:
-    found = bench.bench(
-        DEVICE, precisions=("bf16", "tf32"), n_lanes=(1, 8), say=lambda line: print(f"   {line}")
-    )
+    found = bench.bench(DEVICE, precisions=("bf16", "tf32"), n_lanes=(1, 8), say=lambda line: print(f"   {line}"))
     print(text(found))
     return found
 

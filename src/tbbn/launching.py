@@ -1,7 +1,7 @@
 """What all launches of kernels share: the device they go to, and the turn they take.
 
-On cards that can (compute capability 9.0 and above) a kernel is put in place while the one before it still works, and waits for
-it there: kernels that take a few microseconds follow each other without the gap of a launch.
+On cards that can (compute capability 9.0 and above) a small kernel is put in place while the one before it still works, and
+waits for it there: kernels that take a few microseconds follow each other without the gap of a launch.
 
 Importing this module imports Triton; import it only where there is a CUDA tensor to use it on.
 """
@@ -37,9 +37,12 @@ def take_turn(AHEAD: tl.constexpr):
         gdc_launch_dependents()
 
 
+_SMALL = 2**20  # values; above it kernels that wait in place were slower (docs/speed.md)
+
+
 def turn(x: Tensor) -> dict[str, Any]:
-    """The arguments of a launch on the device of ``x`` for a kernel that takes its turn."""
-    return {"AHEAD": True, "launch_pdl": True} if _can(x.device) else {"AHEAD": False}
+    """The arguments of a launch on the device of ``x``, and about its size, for a kernel that takes its turn."""
+    return {"AHEAD": True, "launch_pdl": True} if x.numel() <= _SMALL and _can(x.device) else {"AHEAD": False}
 
 
 @cache

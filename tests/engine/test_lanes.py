@@ -141,12 +141,16 @@ def test_lanes_that_want_other_threads_or_precision_are_refused() -> None:
         run_lanes([tiny(), tiny(precision="tf32")], 2)
 
 
-def growth(speeds: list[float], limit: int = 8, room: int = 8) -> Growth:
-    """Lanes of which ``n`` together do ``speeds[n - 1]`` epochs of ten steps a second, until they no longer grow."""
+def growth(speeds: list[float], limit: int = 8, room: int = 8, pause: int = -1) -> Growth:
+    """Lanes of which ``n`` together do ``speeds[n - 1]`` epochs of ten steps a second, until they no longer grow.
+
+    In round number ``pause`` something else takes a minute.
+    """
     now = 0.0
     found = Growth(limit, lambda n: n < room, lambda: now)
-    for _ in range(1000):
+    for i in range(1000):
         lanes = found.n
+        now += 60.0 * (i == pause)
         for lane in range(lanes):
             for _ in range(10):
                 found.event(lane, Stepped(Position(), "train", 1, 1, 10))
@@ -172,6 +176,11 @@ def test_lanes_grow_as_long_as_that_pays(speeds: list[float], lanes: int) -> Non
     found = growth(speeds)
     assert found.n == lanes
     assert found.best == pytest.approx(10 * max(speeds[:lanes]))
+
+
+@pytest.mark.parametrize("pause", range(8))
+def test_a_pause_while_it_is_measured_does_not_end_the_growth(pause: int) -> None:
+    assert growth([1.0, 2.0, 3.0, 4.0], limit=4, pause=pause).n == 4
 
 
 def test_lanes_do_not_outgrow_the_runs_or_the_memory() -> None:

@@ -53,6 +53,32 @@ def test_a_relu_and_a_residual_are_part_of_the_pass(device, whole, last, relu, w
 
 @on_device
 @pytest.mark.parametrize("relu", [True, False], ids=["relu", ""])
+def test_nothing_is_saved_that_batch_norm_would_not_save(device, relu):
+    x, weight, bias, beside = draw((8, 2, 3, 3), device)
+    saved: set[int] = set()
+
+    def pack(t: Tensor) -> Tensor:
+        saved.add(t.data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        plan = make_plan(6, 2, 3, device)
+        y, _, _ = kernels.planned_norm(x, weight, bias, plan, EPS, relu=relu, residual=beside.requires_grad_())
+    assert x.data_ptr() in saved and beside.data_ptr() not in saved
+    assert (y.data_ptr() in saved) == relu
+
+
+@on_device
+@pytest.mark.parametrize(("pixels", "inside"), [(4, False), (8, True), (256, True), (257, False)])
+def test_sums_over_parts_lie_in_a_small_output_that_has_the_room(device, pixels, inside):
+    out, (first, second) = torch.empty(8, 2, pixels, device=device), torch.empty(2, 8, 2, device=device)
+    one, two = launches._parts(first, second, 4, out)
+    assert one.shape == two.shape == (32, 2) and not (one.data_ptr() == two.data_ptr())
+    assert (one.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()) is inside
+
+
+@on_device
+@pytest.mark.parametrize("relu", [True, False], ids=["relu", ""])
 def test_second_derivatives_pass_a_relu_and_a_residual(device, relu):
     x, weight, bias, g = draw((8, 2, 3, 3), device)
     beside = g.detach().flip(0).requires_grad_()

@@ -47,7 +47,7 @@ def cropped(
         crop_code.crop[(len(rows), channels)](
             images, rows.contiguous(), parameters.contiguous(), mean, std, out,
             channels, height, width, *size, pad, *out.stride(),
-            *blocks, num_warps=4, **turn(images),
+            *blocks, num_warps=4, **turn(out),
         )  # fmt: skip
     return out
 

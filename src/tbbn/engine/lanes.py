@@ -29,7 +29,8 @@ class Growth:
     """How many lanes pay, found while they work: one more as long as that made all of them together faster by 5 %.
 
     Epochs' ends are counted, not steps: a step is enqueued long before it is done. After each growth the new lane's first
-    epoch, in which it is captured, passes unmeasured; then every lane does at least one whole epoch.
+    epoch, in which it is captured, passes unmeasured; then every lane does at least one whole epoch. A growth that did not pay
+    is measured once more: kernels may have been compiled meanwhile, or something else was at work on the device.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class Growth:
     ) -> None:
         self.n, self.limit, self.room, self.clock = 1, limit, room, clock
         self.best = 0.0  # steps a second
+        self.fewer = 0.0  # and with one lane less, at best
+        self.looks = 0  # measurements with this number of lanes
         self.growing = limit > 1
         self._begin()
 
@@ -69,11 +72,12 @@ class Growth:
         if min(self.ends.values()) < 1 or now - self.since < 1.0:
             return
         speed = self.steps / (now - self.since)
-        self.growing = speed > 1.05 * self.best and self.n < self.limit and self.room(self.n)
-        self.best = max(self.best, speed)
-        if self.growing:
-            self.n += 1
-            self._begin()
+        self.best, self.looks = max(self.best, speed), self.looks + 1
+        can, paid = self.n < self.limit and self.room(self.n), speed > 1.05 * self.fewer
+        self.growing = can and (paid or self.looks < 2)
+        if self.growing and paid:
+            self.n, self.looks, self.fewer = self.n + 1, 0, self.best
+        self._begin()
 
 
 def _room(n: int) -> bool:

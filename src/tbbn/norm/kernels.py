@@ -96,7 +96,7 @@ def _run(
 
 
 class _Planned(torch.autograd.Function):
-    """The kernels, differentiable; saves the input, (r, C) statistics and, after a ReLU, the output."""
+    """The kernels, differentiable; saves the input, (r, C) statistics and, after a ReLU, the output: what batch norm saves."""
 
     @staticmethod
     def forward(
@@ -114,9 +114,8 @@ class _Planned(torch.autograd.Function):
         y, mean, var = launches.forward(
             x, weight, bias, plan.gather, plan.scatter, eps, running, relu, residual, moments
         )
-        # The residual itself is wanted only where a second derivative is; the graph behind it keeps it alive anyway.
-        ctx.save_for_backward(x, weight, bias, plan.gather, plan.scatter, mean, var, y if relu else None, residual)
-        ctx.eps, ctx.relu = eps, relu
+        ctx.save_for_backward(x, weight, bias, plan.gather, plan.scatter, mean, var, y if relu else None)
+        ctx.eps, ctx.relu, ctx.added = eps, relu, residual is not None  # of the residual nothing else is wanted
         ctx.mark_non_differentiable(mean, var)
         ctx.set_materialize_grads(False)
         return y, mean, var
@@ -125,13 +124,12 @@ class _Planned(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 9
-        x, weight, bias, gather, scatter, mean, var, y, residual = ctx.saved_tensors
+        x, weight, bias, gather, scatter, mean, var, y = ctx.saved_tensors
+        wanted = ctx.added and ctx.needs_input_grad[3]
         if torch.is_grad_enabled():
             if ctx.relu:
                 grad = torch.where(y > 0, grad, 0)
-            through = grad if residual is not None and ctx.needs_input_grad[3] else None
-            return (*_differentiable_backward(ctx, grad), through, None, None, None, None, None)
-        wanted = residual is not None and ctx.needs_input_grad[3]
+            return (*_differentiable_backward(ctx, grad), grad if wanted else None, None, None, None, None, None)
         # Without a ReLU the residual's gradient is the output's.
         *grads, cut = launches.all_gradients(
             grad, x, weight, bias, gather, scatter, mean, var, ctx.eps, y, wanted and ctx.relu

@@ -266,11 +266,15 @@ def all_gradients(
 
 
 def _parts(first: Tensor, second: Tensor, parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for sums over parts of rows, until they become ``first`` and ``second``: in ``out``, which is written after that."""
+    """Room for sums over parts of rows, until they become ``first`` and ``second``.
+
+    Of a small ``out``, which is written after that, they would be a good part: they lie in it.
+    """
     if parts == 1:
         return first, second
     shape = (2, first.shape[0] * parts, first.shape[1])
-    if out.numel() * out.element_size() < 8 * first.numel() * parts:
+    taken, there = 8 * first.numel() * parts, out.numel() * out.element_size()
+    if there < taken or there > 32 * taken:
         both = first.new_empty(shape)
     else:
         both = first.new_empty(0).set_(out.untyped_storage(), 0, shape)  # type: ignore[call-overload]
