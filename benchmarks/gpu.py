@@ -56,10 +56,10 @@ def spilled() -> dict[str, int]:
     """Kernels whose values did not fit the registers, and how many: this card's compiler may not be the tests'."""
     from tbbn.data import crop_code
     from tbbn.models import convolution_code
-    from tbbn.norm import triton_code
+    from tbbn.norm import triton_backward, triton_code
 
     found: dict[str, int] = {}
-    for module in (triton_code, convolution_code, crop_code):
+    for module in (triton_code, triton_backward, convolution_code, crop_code):
         for kernel in vars(module).values():
             for cache in getattr(kernel, "device_caches", {}).values():
                 for compiled in cache[0].values():

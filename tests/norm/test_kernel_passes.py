@@ -73,7 +73,7 @@ def test_nothing_is_saved_that_batch_norm_would_not_save(device, relu):
 def test_sums_over_parts_lie_in_a_small_output_that_has_the_room(device, pixels, inside):
     out, (first, second) = torch.empty(8, 2, pixels, device=device), torch.empty(2, 8, 2, device=device)
     one, two = launches._parts(first, second, 4, out)
-    assert one.shape == two.shape == (32, 2) and not (one.data_ptr() == two.data_ptr())
+    assert one.shape == two.shape == (32, 2) and one.data_ptr() != two.data_ptr()
     assert (one.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()) is inside
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tbbn.launching import device_of, turn
-from tbbn.norm import triton_code
+from tbbn.norm import triton_backward, triton_code
 from tbbn.norm.plan import Plan
 
 # A tile that holds a channel's whole batch may have this many elements; above it, moments take a launch of their own.
@@ -242,7 +242,7 @@ def all_gradients(
     with device_of(x):
         t = tiles.apply
         if tiles.whole:
-            triton_code.whole_backward[(-(-channels // t.channels),)](
+            triton_backward.whole_backward[(-(-channels // t.channels),)](
                 grad, x, output, dx, dresidual, *given, *strides, *plan_strides, *t, tiles.groups, *has, relu, residual,
                 num_warps=tiles.warps, **turn(x),
             )  # fmt: skip
@@ -250,15 +250,15 @@ def all_gradients(
         s = tiles.sums
         factor, slope, level = gather.new_empty((3, rows, channels)).unbind()
         part_g, part_gx = _parts(factor, slope, tiles.parts, dx)
-        triton_code.row_sums[s.over(rows, channels, tiles.parts)](
+        triton_backward.row_sums[s.over(rows, channels, tiles.parts)](
             grad, x, output, mean, part_g, part_gx, rows, channels, pixels, pixels // tiles.parts, *strides, *s, relu,
             num_warps=s.warps, **turn(x),
         )  # fmt: skip
-        triton_code.plan_backward[(-(-channels // tiles.block),)](
+        triton_backward.plan_backward[(-(-channels // tiles.block),)](
             part_g, part_gx, factor, slope, level, *given, *plan_strides,
             tiles.batch, tiles.block, tiles.groups, tiles.parts, *has, num_warps=tiles.warps, **turn(x),
         )  # fmt: skip
-        triton_code.affine_backward[t.grid(rows, channels, pixels)](
+        triton_backward.affine_backward[t.grid(rows, channels, pixels)](
             grad, x, output, dx, dresidual, mean, factor, slope, level, rows, channels, pixels, *strides,
             *t, relu, residual, num_warps=t.warps, **turn(x),
         )  # fmt: skip

@@ -1,11 +1,11 @@
-"""The kernels of task-balanced batch norm, in Triton's language.
+"""The kernels of task-balanced batch norm's forward pass, in Triton's language; those of backward lie beside them.
 
 A batch is cut into tiles (ROWS, PIXELS, CHANNELS); the strides ``sb, sp, sc`` of row, pixel and channel say where they lie,
 so one kernel serves NCHW, channels_last and (N, C). ``B, C, P, R`` count rows, channels, pixels and groups; ``gj, gb`` and
 ``vb, vj`` are the strides of the plan's ``gather`` (r, B) and ``scatter`` (B, r).
 
-Everything is float32 inside, and relative to the channel's first element (forward) or its first group's mean (backward): a
-large common offset costs no more digits than in batch norm.
+Everything is float32 inside, and relative to the channel's first element: a large common offset costs no more digits than in
+batch norm.
 """
 
 # mypy: allow-untyped-defs
@@ -20,7 +20,7 @@ from tbbn.launching import take_turn
 
 
 @triton.jit
-def _tile(row, pixel, channel, B, C, P, sb, sp, sc):
+def tile(row, pixel, channel, B, C, P, sb, sp, sc):
     """Offsets and mask of the elements of a (ROWS, PIXELS, CHANNELS) tile."""
     offsets = row[:, None, None] * sb + pixel[None, :, None] * sp + channel[None, None, :] * sc
     mask = (row < B)[:, None, None] & (pixel < P)[None, :, None] & (channel < C)[None, None, :]
@@ -28,7 +28,7 @@ def _tile(row, pixel, channel, B, C, P, sb, sp, sc):
 
 
 @triton.jit
-def _from_the_end(ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
+def from_the_end(ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
     """A program's rows, pixels and channels, those first that lie last: they were read last, and may be in the cache still."""
     channel = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHANNELS + tl.arange(0, CHANNELS)
     pixel = (tl.num_programs(1) - 1 - tl.program_id(1)) * PIXELS + tl.arange(0, PIXELS)
@@ -58,7 +58,7 @@ def moments(
     mean = tl.zeros((ROWS, CHANNELS), tl.float32)
     square = tl.zeros((ROWS, CHANNELS), tl.float32)
     for start in range(0, SPAN, PIXELS):
-        offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, SPAN, sb, sp, sc)
+        offsets, mask = tile(row, start + tl.arange(0, PIXELS), channel, B, C, SPAN, sb, sp, sc)
         d = tl.load(x + begin * sp + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
         n = tl.minimum(SPAN - start, PIXELS) * 1.0
         piece, piece_square = _centred(tl.where(mask, d, 0.0), mask, n)
@@ -153,7 +153,7 @@ def whole_forward(
     row, pixel = tl.arange(0, BATCH), tl.arange(0, PIXELS)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
-    offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
+    offsets, mask = tile(row, pixel, channel, B, C, P, sb, sp, sc)
     d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
     m, square = _centred(tl.where(mask, d, 0.0), mask, P * 1.0)
     factor, offset = _forward_plan(
@@ -210,9 +210,9 @@ def affine(
 ):  # fmt: skip
     """``y = (x - pivot) * A + S`` for a block of rows, channels and pixels."""
     take_turn(AHEAD)
-    row, pixel, channel = _from_the_end(ROWS, PIXELS, CHANNELS)
+    row, pixel, channel = from_the_end(ROWS, PIXELS, CHANNELS)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
-    offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
+    offsets, mask = tile(row, pixel, channel, B, C, P, sb, sp, sc)
     d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
     at = row[:, None] * C + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
@@ -229,175 +229,18 @@ def fixed(
 ):  # fmt: skip
     """Batch norm with statistics that are given, as at test time."""
     take_turn(AHEAD)
-    row, pixel, channel = _from_the_end(ROWS, PIXELS, CHANNELS)
+    row, pixel, channel = from_the_end(ROWS, PIXELS, CHANNELS)
     inside = channel < C
     centre = tl.load(mean + channel, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.load(var + channel, mask=inside, other=0.0).to(tl.float32) + eps)
     if WEIGHT:
         scale *= tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-    offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
+    offsets, mask = tile(row, pixel, channel, B, C, P, sb, sp, sc)
     d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
     result = d * scale[None, None, :]
     if BIAS:
         result += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, None, :]
     _store(y, residual, offsets, mask, result, RELU, RESIDUAL)
-
-
-@triton.jit
-def _upstream(g, y, offsets, mask, RELU: tl.constexpr):
-    """The gradient that reaches the affine pass: nothing where the ReLU after it was closed."""
-    up = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
-    if RELU:
-        up = tl.where(tl.load(y + offsets, mask=mask, other=0.0) > 0, up, 0.0)
-    return up
-
-
-@triton.jit
-def _entering(
-    g, x, y, dresidual, centre, offsets, mask, RELU: tl.constexpr, RESIDUAL: tl.constexpr
-):  # fmt: skip
-    """What a backward pass reads of a tile: the gradient that reaches it, also the residual's, and ``x - centre``."""
-    up = _upstream(g, y, offsets, mask, RELU)
-    if RESIDUAL:
-        tl.store(dresidual + offsets, up, mask=mask)
-    return up, tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
-
-
-@triton.jit
-def row_sums(
-    g, x, y, mean, part_g, part_gx, B, C, P, SPAN, sb, sp, sc,
-    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Sums of ``g`` and of ``g * (x - centre)`` over every part of every row; the centre is the first group's mean."""
-    take_turn(AHEAD)
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    begin = tl.program_id(1) * SPAN * sp
-    centre = tl.load(mean + channel, mask=channel < C, other=0.0)
-    sum_g = tl.zeros((ROWS, CHANNELS), tl.float32)
-    sum_gx = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, SPAN, PIXELS):
-        offsets, mask = _tile(row, start + tl.arange(0, PIXELS), channel, B, C, SPAN, sb, sp, sc)
-        up, d = _entering(g, x, y, g, centre, begin + offsets, mask, RELU, False)
-        sum_g += tl.sum(up, 1)
-        sum_gx += tl.sum(up * d, 1)
-    at = (row[:, None] * (P // SPAN) + tl.program_id(1)) * C + channel[None, :]
-    there = (row < B)[:, None] & (channel < C)[None, :]
-    tl.store(part_g + at, sum_g, mask=there)
-    tl.store(part_gx + at, sum_gx, mask=there)
-
-
-@triton.jit
-def _backward_plan(
-    all_g, all_gx, row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
-    B, C, P, R, gj, gb, vb, vj,
-    BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """The transposed plan: from row sums (BATCH, CHANNELS) to A, X, K of ``dx = A g + X (x - centre) + K`` for each row."""
-    inside = channel < C
-    gain = tl.full((CHANNELS,), 1.0, tl.float32)
-    if WEIGHT:
-        gain = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.zeros((BATCH, CHANNELS), tl.float32)
-    slope = tl.zeros((BATCH, CHANNELS), tl.float32)
-    level = tl.zeros((BATCH, CHANNELS), tl.float32)
-    grad_weight = tl.zeros((CHANNELS,), tl.float32)
-    for start in range(0, R, GROUPS):
-        group = start + tl.arange(0, GROUPS)
-        known = group < R
-        saved = group[:, None] * C + channel[None, :]
-        valid = known[:, None] & inside[None, :]
-        off = tl.load(mean + saved, mask=valid, other=0.0) - centre[None, :]
-        inv = tl.rsqrt(tl.load(var + saved, mask=valid, other=0.0) + eps)
-        inv = tl.where(known[:, None], inv, 0.0)
-        scale = inv * gain[None, :]
-        there = known[:, None] & (row < B)[None, :]
-        w = tl.load(gather + group[:, None] * gj + row[None, :] * gb, mask=there, other=0.0)
-        u = tl.load(scatter + row[None, :] * vb + group[:, None] * vj, mask=there, other=0.0)
-        sum_g = tl.sum(u[:, :, None] * all_g[None, :, :], 1)  # (GROUPS, CHANNELS)
-        sum_gx = tl.sum(u[:, :, None] * all_gx[None, :, :], 1)
-        spread = (sum_gx - off * sum_g) * inv  # sums of g * normalised x
-        grad_weight += tl.sum(tl.where(known[:, None], spread, 0.0), 0)
-        fall = spread * scale * inv  # minus twice the gradient of the group's variance
-        drift = scale * sum_g - fall * off  # minus the gradient of its mean, at the centre
-        factor += tl.sum(u[:, :, None] * scale[:, None, :], 0)
-        slope -= tl.sum(w[:, :, None] * fall[:, None, :], 0)
-        level -= tl.sum(w[:, :, None] * drift[:, None, :], 0)
-    if WEIGHT:
-        tl.store(dweight + channel, grad_weight, mask=inside)
-    if BIAS:
-        tl.store(dbias + channel, tl.sum(all_g, 0), mask=inside)
-    return factor, slope / P, level / P
-
-
-@triton.jit
-def whole_backward(
-    g, x, y, dx, dresidual, weight, gather, scatter, mean, var, dweight, dbias, eps,
-    B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
-    BATCH: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """All of it for a block of channels whose whole batch is one tile."""
-    take_turn(AHEAD)
-    row, pixel = tl.arange(0, BATCH), tl.arange(0, PIXELS)
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    centre = tl.load(mean + channel, mask=channel < C, other=0.0)
-    offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
-    up, d = _entering(g, x, y, dresidual, centre, offsets, mask, RELU, RESIDUAL)
-    factor, slope, level = _backward_plan(
-        tl.sum(up, 1), tl.sum(up * d, 1), row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
-        B, C, P, R, gj, gb, vb, vj, BATCH, CHANNELS, GROUPS, WEIGHT, BIAS,
-    )  # fmt: skip
-    tl.store(dx + offsets, up * factor[:, None, :] + (d * slope[:, None, :] + level[:, None, :]), mask=mask)
-
-
-@triton.jit
-def plan_backward(
-    part_g, part_gx, factor, slope, level, weight, gather, scatter, mean, var, dweight, dbias, eps,
-    B, C, P, R, gj, gb, vb, vj,
-    BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """The transposed plan alone, from the sums over PARTS of each row."""
-    take_turn(AHEAD)
-    row = tl.arange(0, BATCH)
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    at = row[:, None] * (PARTS * C) + channel[None, :]
-    there = (row < B)[:, None] & (channel < C)[None, :]
-    all_g = tl.zeros((BATCH, CHANNELS), tl.float32)
-    all_gx = tl.zeros((BATCH, CHANNELS), tl.float32)
-    for part in tl.static_range(PARTS):
-        all_g += tl.load(part_g + at + part * C, mask=there, other=0.0)
-        all_gx += tl.load(part_gx + at + part * C, mask=there, other=0.0)
-    centre = tl.load(mean + channel, mask=channel < C, other=0.0)
-    a, b, c = _backward_plan(
-        all_g, all_gx, row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
-        B, C, P, R, gj, gb, vb, vj, BATCH, CHANNELS, GROUPS, WEIGHT, BIAS,
-    )  # fmt: skip
-    at = row[:, None] * C + channel[None, :]
-    tl.store(factor + at, a, mask=there)
-    tl.store(slope + at, b, mask=there)
-    tl.store(level + at, c, mask=there)
-
-
-@triton.jit
-def affine_backward(
-    g, x, y, dx, dresidual, mean, factor, slope, level, B, C, P, sb, sp, sc,
-    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
-    AHEAD: tl.constexpr,
-):  # fmt: skip
-    """``dx = A g + X (x - centre) + K`` for a block of rows, channels and pixels."""
-    take_turn(AHEAD)
-    row, pixel, channel = _from_the_end(ROWS, PIXELS, CHANNELS)
-    centre = tl.load(mean + channel, mask=channel < C, other=0.0)
-    offsets, mask = _tile(row, pixel, channel, B, C, P, sb, sp, sc)
-    up, d = _entering(g, x, y, dresidual, centre, offsets, mask, RELU, RESIDUAL)
-    at = row[:, None] * C + channel[None, :]
-    there = (row < B)[:, None] & (channel < C)[None, :]
-    a = tl.load(factor + at, mask=there, other=0.0)
-    b = tl.load(slope + at, mask=there, other=0.0)
-    c = tl.load(level + at, mask=there, other=0.0)
-    tl.store(dx + offsets, up * a[:, None, :] + (d * b[:, None, :] + c[:, None, :]), mask=mask)
 
 
 # True where the environment asks for Triton's interpreter: the kernels then run on the CPU, slowly.
