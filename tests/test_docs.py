@@ -33,6 +33,12 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_has_a_place_still_to_be_filled(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^[A-Z0-9_]{5,}$|\b(?:TODO|FIXME|TBD)\b", prose, re.MULTILINE) == []
+
+
 @pytest.fixture
 def registries() -> Any:
     """What the examples register is gone afterwards."""

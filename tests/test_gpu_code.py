@@ -20,6 +20,9 @@ triton = pytest.importorskip("triton")
 pytestmark = here
 
 
+WAIT = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+
+
 class Card:
     """What Triton asks of a driver before it launches."""
 
@@ -50,8 +53,11 @@ def compiled(request, monkeypatch, tmp_path) -> list[tuple[str, bytes]]:
         def compile_only(*args: Any, **options: Any) -> None:
             assert all(n > 0 for n in grid)
             asm = kernel.warmup(*args, grid=grid, **options).asm
-            # Kernels that may be put in place early, and only they, wait for what is before them.
-            assert ("griddepcontrol.wait" in asm["ptx"]) == options.get("launch_pdl", False) <= (card.capability >= 90)
+            # Kernels that may be put in place early, and only they, wait for what is before them before anything else.
+            early = options.get("launch_pdl", False)
+            steps = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global|cp\.async|red\.|atom\.", asm["ptx"])
+            assert steps[:2] == WAIT if early else not set(steps) & set(WAIT)
+            assert not early or card.capability >= 90
             found.append((kernel.__name__, asm["cubin"]))
 
         return compile_only
@@ -89,13 +95,15 @@ LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
         ((64, 64, 8, 8), torch.float16, LAST),
         ((64, 64, 56, 56), torch.float32, LAST),
         ((64, 512, 7, 7), torch.float32, CONTIGUOUS),
+        ((64, 768, 7, 7), torch.bfloat16, LAST),
+        ((1000, 16, 8, 8), torch.float32, LAST),
     ],
     ids=str,
 )
 def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_path):
     from tbbn.norm import launches
 
-    plan = Layout(48, 16, 9).plan(PlanOptions(), torch.device("cpu"), torch.float32)
+    plan = Layout(shape[0] * 3 // 4, shape[0] // 4, 9).plan(PlanOptions(), torch.device("cpu"), torch.float32)
     assert plan is not None
     x = torch.zeros(shape, dtype=dtype).to(memory_format=memory_format)
     weight, bias, mean, var = torch.zeros(4, shape[1]).unbind()

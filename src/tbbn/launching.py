@@ -1,7 +1,8 @@
 """What all launches of kernels share: the device they go to, and the turn they take.
 
 On cards that can (compute capability 9.0 and above) a small kernel is put in place while the one before it still works, and
-waits for it there: kernels that take a few microseconds follow each other without the gap of a launch.
+waits for it there: kernels that take a few microseconds follow each other without the gap of a launch. ``TBBN_EARLY=0`` in the
+environment forbids it.
 
 Importing this module imports Triton; import it only where there is a CUDA tensor to use it on.
 """
@@ -11,6 +12,7 @@ Importing this module imports Triton; import it only where there is a CUDA tenso
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -47,7 +49,12 @@ def turn(x: Tensor) -> dict[str, Any]:
 
 @cache
 def _can(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None or gdc_wait is None:
+    if (
+        device.type != "cuda"
+        or torch.version.hip is not None
+        or gdc_wait is None
+        or os.environ.get("TBBN_EARLY") == "0"
+    ):
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 

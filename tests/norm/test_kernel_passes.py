@@ -139,12 +139,15 @@ PARTS = {
     "nchw, parts longer than a tile": {"shape": (4, 1, 2, 4099), "parts": 2, "relu": True},
     "channels_last": {"shape": (4, 3, 24, 24), "parts": 4, "relu": True},
     "channels_last, parts longer than a tile": {"shape": (4, 3, 2, 2051), "parts": 2},
+    "channels_last, sums that lie in the output": {"shape": (4, 32, 16, 16), "parts": 8},
+    "channels_last, they do with channels to spare": {"shape": (4, 33, 16, 16), "parts": 8, "relu": True},
 }
 
 
 @on_device
 @pytest.mark.parametrize("name", PARTS)
-def test_rows_are_summed_in_parts_where_programs_would_be_few(device, name):
+def test_rows_are_summed_in_parts_where_programs_would_be_few(device, name, monkeypatch):
+    monkeypatch.setattr(launches, "WHOLE_LIMIT", 0)
     case, last = dict(PARTS[name]), name.startswith("channels_last")
     rows, channels, height, width = case["shape"]
     tiles = launches._tiles(rows, channels, height * width, 2, last, 4, launches.WHOLE_LIMIT)

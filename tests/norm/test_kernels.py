@@ -47,6 +47,7 @@ CASES = {
     "(N, C, D, H, W)": {"shape": (8, 2, 2, 3, 3), "past": 3},
     "3d channels_last": {"shape": (8, 3, 2, 3, 2), "past": 3, "last": True},
     "one channel": {"shape": (8, 1, 4, 4), "past": 3},
+    "many channels, no power of two": {"shape": (4, 768, 3, 3), "past": 3, "last": True},
 }
 
 

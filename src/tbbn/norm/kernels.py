@@ -21,6 +21,7 @@ from tbbn.norm.functional import activated, move, reference
 from tbbn.norm.plan import Plan
 
 _MAX_ROWS = 4096
+_MAX_PIXELS = 2**22  # above it a grid would have too many programs along an axis
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,6 +33,7 @@ def available(x: Tensor, plan: Plan | None) -> bool:
         and 2 <= x.dim() <= 5
         and 0 < x.numel() < 2**31
         and x.shape[0] <= _MAX_ROWS
+        and x.shape[2:].numel() < _MAX_PIXELS
         and (plan is None or plan.blend is None)
     )
 

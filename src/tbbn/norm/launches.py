@@ -59,7 +59,7 @@ class _Tiles(NamedTuple):
         plan = self.batch * self.groups * self.block
         if self.whole:
             return max(4, min(16, max(plan // 1024, self.apply.size // 512)))
-        return max(1, min(16, plan // 2048))  # one where it will do: no thread waits for those of another
+        return max(4, min(16, plan // 1024)) if plan > 2048 else 1  # where one will do no thread waits for another's
 
 
 @lru_cache(maxsize=1024)
@@ -85,7 +85,7 @@ def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size:
     sums = _Tile(max(1, min(batch, work // (long * block))), long, block)
     short = min(image, work // block)
     apply = _Tile(max(1, min(batch, work // (short * block))), short, block)
-    few = min(wide, max(1, channels // 256))  # channels of a program of the plan
+    few = max(1, wide // 256)  # channels of a program of the plan
     return _Tiles(False, sums, apply, batch, _groups(groups, batch, few), few, parts)
 
 
