@@ -56,7 +56,7 @@ LAYERS: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "norm": set(),
     "models": {"norm"},
-    "data": {"norm"},
+    "data": set(),
     "methods": BELOW_METHODS,
     "protocols": set(),
     "config": {"protocols"},
