@@ -240,6 +240,10 @@ def tables() -> dict[str, Any]:
 PARTS = {"float64": check, "equality": equality, "convolutions": convolutions, "bench": tables}
 
 if __name__ == "__main__":
+    if unknown := set(sys.argv[1:]) - set(PARTS):
+        sys.exit(f"gpu.py: no part {min(unknown)!r}; choose from: {', '.join(PARTS)}.")
+    if not torch.cuda.is_available():
+        sys.exit("gpu.py: no CUDA device here; the kernels' tests on a CPU are `make test`.")
     for part in sys.argv[1:] or PARTS:
         section(part, PARTS[part])
     print(f"kernels that spill registers: {spilled() or 'none'}")

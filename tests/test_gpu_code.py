@@ -179,3 +179,15 @@ def test_small_kernels_are_put_in_place_early_where_a_card_can(compiled, early):
     small, large = torch.empty(2**20), torch.empty(2**20 + 1)
     assert turn(small).get("launch_pdl", False) is turn(small)["AHEAD"] is early
     assert turn(large) == {"AHEAD": False}
+
+
+@pytest.mark.parametrize(
+    ("place", "capability", "early", "can"),
+    [("cuda", 9, "1", True), ("cuda", 8, "1", False), ("cuda", 9, "0", False), ("cpu", 9, "1", False)],
+)
+def test_kernels_are_put_in_place_early_unless_that_is_forbidden(monkeypatch, place, capability, early, can):
+    from tbbn import launching
+
+    monkeypatch.setenv("TBBN_EARLY", early)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    assert launching._can.__wrapped__(torch.device(place)) is can

@@ -207,6 +207,8 @@ def test_what_the_kernels_cannot_do_is_left_to_pytorch(device):
     assert not kernels.available(x[:0], plan)
     assert not kernels.available(x.view(8, 3, 1, 1, 2, 2), plan)
     assert not kernels.available(torch.empty(5000, 1, device=device), plan)
+    assert kernels.available(x[:1, :1, :1, :1].expand(1, 1, 2048, 2047), None)
+    assert not kernels.available(x[:1, :1, :1, :1].expand(1, 1, 2048, 2048), None)
     assert not kernels.available(x, make_plan(6, 2, 3, device, case=3))
 
 

@@ -3,7 +3,7 @@
 Forward is three launches: row moments, the plan, the affine pass with what follows it in a residual network. Where one tile
 holds all rows and pixels of a channel it is one launch with one read. Backward has the same shape. No atomics and no waiting
 for the device: the same input gives the same bits, and a CUDA graph can capture every launch. No program waits for another
-either, so that runs on streams of their own can share a card.
+of its launch, only for launches before it, so that runs on streams of their own can share a card.
 
 Importing this module imports Triton; import it only where there is a CUDA tensor to use it on.
 """
