@@ -118,6 +118,24 @@ def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_pa
     check(compiled, whole if memory_format is CONTIGUOUS and shape[2] < 8 else split, tmp_path)
 
 
+def test_a_thread_has_whole_runs_of_pixels(compiled, monkeypatch):
+    """Threads that shared the runs of a row would exchange their sums one row after the other; see ``ROWS_FIRST``."""
+    from tbbn.norm import launches
+
+    exchanges, warmup = [], triton.runtime.JITFunction.warmup
+
+    def counted(kernel: Any, *args: Any, **options: Any) -> Any:
+        done = warmup(kernel, *args, **options)
+        exchanges.append(done.asm["ptx"].count("shfl.sync"))
+        return done
+
+    monkeypatch.setattr(triton.runtime.JITFunction, "warmup", counted)
+    plan = Layout(48, 16, 9).plan(PlanOptions(), torch.device("cpu"), torch.float32)
+    assert plan is not None
+    launches.forward(torch.zeros(64, 32, 16, 16), None, None, plan.gather, plan.scatter, 1e-5)
+    assert exchanges[0] < 100
+
+
 @pytest.mark.parametrize("past_tasks", [0, 1, 4, 9])
 def test_plans_of_any_number_of_groups_compile(compiled, past_tasks, tmp_path):
     """From moments of parts of rows, as a convolution gives them."""
@@ -164,10 +182,11 @@ def test_an_older_card_has_its_code_too(compiled, tmp_path):
     test_the_norms_kernels_compile(compiled, (64, 32, 16, 16), torch.bfloat16, LAST, tmp_path)
 
 
-def test_the_crops_kernel_compiles(compiled, tmp_path):
+@pytest.mark.parametrize("rows", [torch.arange(4), None], ids=["held", "streamed"])
+def test_the_crops_kernel_compiles(compiled, rows, tmp_path):
     from tbbn.data import crop
 
-    images, rows = torch.zeros(5, 3, 32, 32, dtype=torch.uint8), torch.arange(4)
+    images = torch.zeros(5, 3, 32, 32, dtype=torch.uint8)
     crop.cropped(ResizedCrop(padded=True), images, rows, torch.rand(4, 5), torch.rand(3), torch.rand(3), LAST)
     check(compiled, {"crop"}, tmp_path)
 
@@ -176,7 +195,7 @@ def test_the_crops_kernel_compiles(compiled, tmp_path):
 def test_small_kernels_are_put_in_place_early_where_a_card_can(compiled, early):
     from tbbn.launching import turn
 
-    small, large = torch.empty(2**20), torch.empty(2**20 + 1)
+    small, large = torch.empty(2**21), torch.empty(2**21 + 1)
     assert turn(small).get("launch_pdl", False) is turn(small)["AHEAD"] is early
     assert turn(large) == {"AHEAD": False}
 

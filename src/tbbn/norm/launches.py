@@ -19,6 +19,7 @@ from tbbn.norm.plan import Plan
 WHOLE_LIMIT = 16384
 _PROGRAMS = 256  # about two for each multiprocessor of a large card
 _LINE = 128  # bytes of a line of the cache
+_RUN = 32  # pixels: eight threads' where they read four at a time, a warp's where they cannot
 MOST_PARTS = 16  # of a row: the plan's kernels join them one by one
 
 
@@ -52,13 +53,19 @@ class _Tiles(NamedTuple):
     groups: int
     block: int  # channels of a program of the plan
     parts: int = 1  # in which the pixels of a row are summed
+    run: int = 1  # neighbouring pixels of a whole tile that threads read together
+
+    @property
+    def whole_tile(self) -> tuple[int, int, int, int]:
+        rows, pixels, channels = self.apply
+        return rows, pixels // self.run, self.run, channels
 
     @property
     def warps(self) -> int:
-        """Of the kernels with a plan; 16 elements a thread where a whole tile goes through it."""
+        """Of the kernels with a plan; 32 elements a thread where a whole tile goes through it, or 64."""
         plan = self.batch * self.groups * self.block
         if self.whole:
-            return max(4, min(16, max(plan // 1024, self.apply.size // 512)))
+            return max(4, min(16, max(plan // 1024, min(8, self.apply.size // 1024))))
         return max(4, min(16, plan // 1024)) if plan > 2048 else 1  # where one will do no thread waits for another's
 
 
@@ -71,7 +78,8 @@ def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size:
     block = min(8, wide, max(1, limit // (batch * image)), max(2, wide // 32)) if last else 1
     if batch * image * block <= limit and (block > 1 or not last or wide == 1):
         tile = _Tile(batch, image, block)
-        return _Tiles(True, tile, tile, batch, _groups(groups, batch, block), block)
+        run = 1 if last else min(image, _RUN)
+        return _Tiles(True, tile, tile, batch, _groups(groups, batch, block), block, run=run)
     every = rows * channels * pixels
     work = max(1024, min(4096, _power(every // _PROGRAMS + 1) // 2))
     block = min(wide, _LINE // size) if last else 1
@@ -85,7 +93,7 @@ def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size:
     sums = _Tile(max(1, min(batch, work // (long * block))), long, block)
     short = min(image, work // block)
     apply = _Tile(max(1, min(batch, work // (short * block))), short, block)
-    few = max(1, wide // 256)  # channels of a program of the plan
+    few = max(1, wide // 128)  # channels of a program of the plan
     return _Tiles(False, sums, apply, batch, _groups(groups, batch, few), few, parts)
 
 
@@ -174,7 +182,7 @@ def forward(
         if tiles.whole:
             triton_code.whole_forward[(-(-channels // t.channels),)](
                 x, y, beside, *given, rows, channels, pixels, groups, *strides, *plan_strides,
-                *t, tiles.groups, *has, *after, *moved, num_warps=tiles.warps, **turn(x),
+                *tiles.whole_tile, tiles.groups, *has, *after, *moved, num_warps=tiles.warps, **turn(x),
             )  # fmt: skip
             return y, mean, var
         factor, offset = gather.new_empty((2, rows, channels)).unbind()
@@ -243,8 +251,8 @@ def all_gradients(
         t = tiles.apply
         if tiles.whole:
             triton_backward.whole_backward[(-(-channels // t.channels),)](
-                grad, x, output, dx, dresidual, *given, *strides, *plan_strides, *t, tiles.groups, *has, relu, residual,
-                num_warps=tiles.warps, **turn(x),
+                grad, x, output, dx, dresidual, *given, *strides, *plan_strides,
+                *tiles.whole_tile, tiles.groups, *has, relu, residual, num_warps=tiles.warps, **turn(x),
             )  # fmt: skip
             return dx, dweight, dbias, dresidual
         s = tiles.sums

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tbbn.launching import take_turn
-from tbbn.norm.triton_code import from_the_end, tile
+from tbbn.norm.triton_code import from_the_end, gain_of, groups_from, over_pixels, tile, to_pixels, whole_tile
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _entering(
     up = _upstream(g, y, offsets, mask, RELU)
     if RESIDUAL:
         tl.store(dresidual + offsets, up, mask=mask)
-    return up, tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre[None, None, :]
+    return up, tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - centre
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def row_sums(
     sum_gx = tl.zeros((ROWS, CHANNELS), tl.float32)
     for start in range(0, SPAN, PIXELS):
         offsets, mask = tile(row, start + tl.arange(0, PIXELS), channel, B, C, SPAN, sb, sp, sc)
-        up, d = _entering(g, x, y, g, centre, begin + offsets, mask, RELU, False)
+        up, d = _entering(g, x, y, g, centre[None, None, :], begin + offsets, mask, RELU, False)
         sum_g += tl.sum(up, 1)
         sum_gx += tl.sum(up * d, 1)
     at = (row[:, None] * (P // SPAN) + tl.program_id(1)) * C + channel[None, :]
@@ -67,25 +67,19 @@ def _backward_plan(
 ):  # fmt: skip
     """The transposed plan: from row sums (BATCH, CHANNELS) to A, X, K of ``dx = A g + X (x - centre) + K`` for each row."""
     inside = channel < C
-    gain = tl.full((CHANNELS,), 1.0, tl.float32)
-    if WEIGHT:
-        gain = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+    gain = gain_of(weight, channel, inside, CHANNELS, WEIGHT)
     factor = tl.zeros((BATCH, CHANNELS), tl.float32)
     slope = tl.zeros((BATCH, CHANNELS), tl.float32)
     level = tl.zeros((BATCH, CHANNELS), tl.float32)
     grad_weight = tl.zeros((CHANNELS,), tl.float32)
     for start in range(0, R, GROUPS):
-        group = start + tl.arange(0, GROUPS)
-        known = group < R
+        group, known, w, u = groups_from(start, gather, scatter, row, B, R, gj, gb, vb, vj, GROUPS)
         saved = group[:, None] * C + channel[None, :]
         valid = known[:, None] & inside[None, :]
         off = tl.load(mean + saved, mask=valid, other=0.0) - centre[None, :]
         inv = tl.rsqrt(tl.load(var + saved, mask=valid, other=0.0) + eps)
         inv = tl.where(known[:, None], inv, 0.0)
         scale = inv * gain[None, :]
-        there = known[:, None] & (row < B)[None, :]
-        w = tl.load(gather + group[:, None] * gj + row[None, :] * gb, mask=there, other=0.0)
-        u = tl.load(scatter + row[None, :] * vb + group[:, None] * vj, mask=there, other=0.0)
         sum_g = tl.sum(u[:, :, None] * all_g[None, :, :], 1)  # (GROUPS, CHANNELS)
         sum_gx = tl.sum(u[:, :, None] * all_gx[None, :, :], 1)
         spread = (sum_gx - off * sum_g) * inv  # sums of g * normalised x
@@ -106,21 +100,20 @@ def _backward_plan(
 def whole_backward(
     g, x, y, dx, dresidual, weight, gather, scatter, mean, var, dweight, dbias, eps,
     B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
-    BATCH: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
+    BATCH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """All of it for a block of channels whose whole batch is one tile."""
     take_turn(AHEAD)
-    row, pixel = tl.arange(0, BATCH), tl.arange(0, PIXELS)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    row, offsets, mask = whole_tile(channel, B, C, P, sb, sp, sc, BATCH, RUNS, RUN)
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
-    offsets, mask = tile(row, pixel, channel, B, C, P, sb, sp, sc)
-    up, d = _entering(g, x, y, dresidual, centre, offsets, mask, RELU, RESIDUAL)
+    up, d = _entering(g, x, y, dresidual, centre[None, None, None, :], offsets, mask, RELU, RESIDUAL)
     factor, slope, level = _backward_plan(
-        tl.sum(up, 1), tl.sum(up * d, 1), row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
+        over_pixels(up), over_pixels(up * d), row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
         B, C, P, R, gj, gb, vb, vj, BATCH, CHANNELS, GROUPS, WEIGHT, BIAS,
     )  # fmt: skip
-    tl.store(dx + offsets, up * factor[:, None, :] + (d * slope[:, None, :] + level[:, None, :]), mask=mask)
+    tl.store(dx + offsets, up * to_pixels(factor) + (d * to_pixels(slope) + to_pixels(level)), mask=mask)
 
 
 @triton.jit
@@ -163,7 +156,7 @@ def affine_backward(
     row, pixel, channel = from_the_end(ROWS, PIXELS, CHANNELS)
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
     offsets, mask = tile(row, pixel, channel, B, C, P, sb, sp, sc)
-    up, d = _entering(g, x, y, dresidual, centre, offsets, mask, RELU, RESIDUAL)
+    up, d = _entering(g, x, y, dresidual, centre[None, None, :], offsets, mask, RELU, RESIDUAL)
     at = row[:, None] * C + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
     a = tl.load(factor + at, mask=there, other=0.0)

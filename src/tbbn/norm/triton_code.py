@@ -27,6 +27,44 @@ def tile(row, pixel, channel, B, C, P, sb, sp, sc):
     return offsets, mask
 
 
+# Of axes that are alike to it Triton gives threads the first one first, and since 3.7 the last one.
+ROWS_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+
+
+@triton.jit
+def whole_tile(channel, B, C, P, sb, sp, sc, BATCH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
+    """Rows, offsets and mask of a tile of all rows, their pixels in RUNS runs of RUN neighbours.
+
+    Its axes are rows, runs, neighbours and channels, or runs and rows: so that threads share runs and rows, and each has all
+    the runs of its rows: most of a sum over pixels is then additions, not exchanges between threads. What lies between runs
+    is added last and in 64 bits, and so becomes part of the instruction.
+    """
+    row, begin, inner = tl.arange(0, BATCH), tl.arange(0, RUNS) * RUN, tl.arange(0, RUN)
+    near = to_pixels(row[:, None]) * sb + inner[None, None, :, None] * sp + channel[None, None, None, :] * sc
+    start = _runs(begin)
+    offsets = near.to(tl.int64) + (start * sp).to(tl.int64)
+    mask = to_pixels((row < B)[:, None]) & (start + inner[None, None, :, None] < P) & (channel < C)[None, None, None, :]
+    return row, offsets, mask
+
+
+@triton.jit
+def _runs(t):
+    """Values (RUNS,) along the runs of a whole tile."""
+    return t[None, :, None, None] if ROWS_FIRST else t[:, None, None, None]
+
+
+@triton.jit
+def over_pixels(t):
+    """Sums (BATCH, CHANNELS) of a whole tile."""
+    return tl.sum(tl.sum(t, 1 if ROWS_FIRST else 0), 1)
+
+
+@triton.jit
+def to_pixels(t):
+    """Values (BATCH, CHANNELS) for all pixels of a whole tile."""
+    return t[:, None, None, :] if ROWS_FIRST else t[None, :, None, :]
+
+
 @triton.jit
 def from_the_end(ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
     """A program's rows, pixels and channels, those first that lie last: they were read last, and may be in the cache still."""
@@ -74,6 +112,25 @@ def moments(
 
 
 @triton.jit
+def gain_of(weight, channel, inside, CHANNELS: tl.constexpr, WEIGHT: tl.constexpr):
+    gain = tl.full((CHANNELS,), 1.0, tl.float32)
+    if WEIGHT:
+        gain = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+    return gain
+
+
+@triton.jit
+def groups_from(start, gather, scatter, row, B, R, gj, gb, vb, vj, GROUPS: tl.constexpr):
+    """GROUPS groups of the plan, which of them there are, and what gather and scatter (GROUPS, BATCH) say of them."""
+    group = start + tl.arange(0, GROUPS)
+    known = group < R
+    there = known[:, None] & (row < B)[None, :]
+    w = tl.load(gather + group[:, None] * gj + row[None, :] * gb, mask=there, other=0.0)
+    u = tl.load(scatter + row[None, :] * vb + group[:, None] * vj, mask=there, other=0.0)
+    return group, known, w, u
+
+
+@triton.jit
 def _forward_plan(
     m, v, row, channel, pivot, alone, weight, bias, gather, scatter, mean, var,
     running_mean, running_var, running, unbiased, momentum, batches, eps,
@@ -83,20 +140,14 @@ def _forward_plan(
 ):  # fmt: skip
     """From row moments (BATCH, CHANNELS) to the affine pass of each row; stores group statistics, moves running ones."""
     inside = channel < C
-    gain = tl.full((CHANNELS,), 1.0, tl.float32)
-    if WEIGHT:
-        gain = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+    gain = gain_of(weight, channel, inside, CHANNELS, WEIGHT)
     factor = tl.zeros((BATCH, CHANNELS), tl.float32)
     offset = tl.zeros((BATCH, CHANNELS), tl.float32)
     batch_mean = tl.zeros((CHANNELS,), tl.float32)
     batch_square = tl.zeros((CHANNELS,), tl.float32)
     batch_var = tl.zeros((CHANNELS,), tl.float32)
     for start in range(0, R, GROUPS):
-        group = start + tl.arange(0, GROUPS)
-        known = group < R
-        there = known[:, None] & (row < B)[None, :]
-        w = tl.load(gather + group[:, None] * gj + row[None, :] * gb, mask=there, other=0.0)
-        u = tl.load(scatter + row[None, :] * vb + group[:, None] * vj, mask=there, other=0.0)
+        group, known, w, u = groups_from(start, gather, scatter, row, B, R, gj, gb, vb, vj, GROUPS)
         group_mean = tl.sum(w[:, :, None] * m[None, :, :], 1)  # (GROUPS, CHANNELS)
         off = m[None, :, :] - group_mean[:, None, :]
         group_var = tl.sum(w[:, :, None] * (v[None, :, :] + off * off), 1)
@@ -144,24 +195,24 @@ def whole_forward(
     x, y, residual, weight, bias, gather, scatter, mean, var,
     running_mean, running_var, running, unbiased, momentum, batches, eps,
     B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
-    BATCH: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
+    BATCH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
     RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """All of it for a block of channels whose whole batch is one tile."""
     take_turn(AHEAD)
-    row, pixel = tl.arange(0, BATCH), tl.arange(0, PIXELS)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    row, offsets, mask = whole_tile(channel, B, C, P, sb, sp, sc, BATCH, RUNS, RUN)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
-    offsets, mask = tile(row, pixel, channel, B, C, P, sb, sp, sc)
-    d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
-    m, square = _centred(tl.where(mask, d, 0.0), mask, P * 1.0)
+    d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, None, :]
+    m = over_pixels(tl.where(mask, d, 0.0)) / P
+    e = tl.where(mask, d - to_pixels(m), 0.0)
     factor, offset = _forward_plan(
-        m, square / P, row, channel, pivot, tl.program_id(0) == 0, weight, bias, gather, scatter, mean, var,
+        m, over_pixels(e * e) / P, row, channel, pivot, tl.program_id(0) == 0, weight, bias, gather, scatter, mean, var,
         running_mean, running_var, running, unbiased, momentum, batches, eps, B, C, R, gj, gb, vb, vj,
         BATCH, CHANNELS, GROUPS, WEIGHT, BIAS, RUNNING, TOTAL, ON_DEVICE, COUNT,
     )  # fmt: skip
-    _store(y, residual, offsets, mask, d * factor[:, None, :] + offset[:, None, :], RELU, RESIDUAL)
+    _store(y, residual, offsets, mask, d * to_pixels(factor) + to_pixels(offset), RELU, RESIDUAL)
 
 
 @triton.jit
