@@ -47,6 +47,15 @@ def check(augment: ResizedCrop, images: Tensor, rows: Tensor, parameters: Tensor
 
 
 @on_device
+def test_without_rows_it_takes_the_images_in_their_order(device):
+    augment, images, rows = ResizedCrop(padded=True), stored(5, 2, 20, 20, device), torch.tensor([3, 0, 3])
+    parameters = augment.draw(3, seed(), (20, 20)).to(device)
+    read = images[rows.to(device)]
+    got = crop.cropped(augment, read, None, parameters, *statistics(2, device), torch.contiguous_format)
+    assert torch.equal(got, check(augment, images, rows, parameters))
+
+
+@on_device
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 @pytest.mark.parametrize(
     ("size", "side", "channels", "last"),
@@ -165,7 +174,6 @@ UNSUITED = {
     "on the CPU": (ResizedCrop(), stored(2, 3, 32, 32)),
     "float": (ResizedCrop(), on_gpu(stored(2, 3, 32, 32).float())),
     "another memory order": (ResizedCrop(), on_gpu(stored(2, 3, 32, 32).to(memory_format=torch.channels_last))),
-    "streamed": (ResizedCrop(), None),
     "another augmentation": (Centred(), on_gpu(stored(2, 3, 32, 32))),
     "a chain": (Chain((ResizedCrop(),)), on_gpu(stored(2, 3, 32, 32))),
     "high": (ResizedCrop(32), on_gpu(stored(2, 3, 65, 32))),

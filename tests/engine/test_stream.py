@@ -10,6 +10,8 @@ import pytest
 import torch
 from tinyrun import finish, tiny
 
+from tbbn.data import crop
+from tbbn.data.augment import normalise
 from tbbn.data.pack import pack
 from tbbn.data.sources import load
 from tbbn.data.stream import Reader, Streamed
@@ -73,6 +75,22 @@ def test_a_streamed_run_equals_a_resident_one_on_a_gpu(place: Path, norm: str) -
         finish(tiny(data__name=f"packed:{place / 'out'}", data__stream=how, **settings)) for how in ("yes", "no")
     )
     same(streamed, resident)
+
+
+def test_streamed_images_are_cropped_as_those_held(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a kernel for the crop, both go through it: its bits are not those of tensor operations."""
+    asked = []
+
+    def cropped(augment: Any, images: Any, rows: Any, parameters: Any, mean: Any, std: Any, memory_format: Any) -> Any:
+        asked.append(rows is None)
+        raw = images if rows is None else images[rows]
+        return normalise(augment.apply(raw, parameters), mean, std) * (1 + 2**-20)
+
+    monkeypatch.setattr(crop, "suits", lambda augment, images: isinstance(images, torch.Tensor))
+    monkeypatch.setattr(crop, "cropped", cropped)
+    runs = [finish(tiny(data__name=f"packed:{place / 'out'}", data__stream=how)) for how in ("yes", "no")]
+    same(*runs)
+    assert asked == [True] * (len(asked) // 2) + [False] * (len(asked) // 2) != []
 
 
 def test_a_streamed_run_goes_on_in_the_middle_of_an_epoch(place: Path, tmp_path: Path) -> None:

@@ -14,11 +14,10 @@ from tbbn.gpu import TRITON
 _LARGEST = 64  # side: larger matrices do not fit a program
 
 
-def suits(augment: Augment, images: object) -> bool:
+def suits(augment: Augment, images: Tensor) -> bool:
     """Whether there is a kernel for this augmentation of these images (N, C, H, W)."""
     return (
         TRITON
-        and isinstance(images, Tensor)
         and images.is_cuda
         and images.dtype == torch.uint8
         and images.is_contiguous()
@@ -28,24 +27,24 @@ def suits(augment: Augment, images: object) -> bool:
 
 
 def cropped(
-    augment: Augment, images: object, rows: Tensor, parameters: Tensor, mean: Tensor, std: Tensor,
+    augment: Augment, images: Tensor, rows: Tensor | None, parameters: Tensor, mean: Tensor, std: Tensor,
     memory_format: torch.memory_format,
 ) -> Tensor:  # fmt: skip
-    """The rows of the stored images, augmented by their parameters and normalised: (n, C, h, w) float32."""
+    """The rows (None: all) of the stored images, augmented by their parameters and normalised: (n, C, h, w) float32."""
     from tbbn.data import crop_code
     from tbbn.launching import device_of, turn
 
-    assert isinstance(augment, ResizedCrop) and isinstance(images, Tensor)
+    assert isinstance(augment, ResizedCrop)
     _, channels, height, width = images.shape
     size = (augment.crop or height, augment.crop or width)
     pad = padding((height, width)) if augment.padded else 0
     out = torch.empty(
-        (len(rows), channels, *size), dtype=torch.float32, device=images.device, memory_format=memory_format
+        (len(parameters), channels, *size), dtype=torch.float32, device=images.device, memory_format=memory_format
     )
     blocks = [_power(n) for n in (height, width, height + 2 * pad, width + 2 * pad, *size)]
     with device_of(images):
-        crop_code.crop[(len(rows), channels)](
-            images, rows.contiguous(), parameters.contiguous(), mean, std, out,
+        crop_code.crop[(len(parameters), channels)](
+            images, rows if rows is None else rows.contiguous(), parameters.contiguous(), mean, std, out,
             channels, height, width, *size, pad, *out.stride(),
             *blocks, num_warps=4, **turn(out),
         )  # fmt: skip

@@ -50,7 +50,10 @@ def crop(
     width = tl.load(parameters + n * 5 + 3)
     flip = tl.load(parameters + n * 5 + 4)
     h, w = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_W)
-    at = images + (tl.load(rows + n) * CHANNELS + channel) * (H * W)
+    row = n.to(tl.int64)
+    if rows is not None:
+        row = tl.load(rows + n)
+    at = images + (row * CHANNELS + channel) * (H * W)
     image = tl.load(at + h[:, None] * W + w[None, :], mask=(h < H)[:, None] & (w < W)[None, :], other=0)
     across = _matrix(left, width, flip, W, OUT_W, PAD, BLOCK_W, PADDED_W, TILE_W) / 255.0
     down = _matrix(top, height, 0.0, H, OUT_H, PAD, BLOCK_H, PADDED_H, TILE_H)

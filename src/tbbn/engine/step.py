@@ -46,12 +46,20 @@ class Images:
         """For each of these batches of rows what has to be read of it beforehand: its images if they are streamed."""
         return self.images.ahead([part.cpu() for part in parts]) if isinstance(self.images, Streamed) else Nothing()
 
+    def stored(self, rows: Tensor, ahead: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Where the rows' images lie, and which of those there they are: None, all of them in their order.
+
+        ``ahead`` ends with what was read of them, if anything was.
+        """
+        return (ahead[-1], None) if isinstance(self.images, Streamed) else (self.images, rows)
+
     def raw(self, rows: Tensor, ahead: list[Tensor]) -> Tensor:
-        """The images (n, C, H, W) uint8 of the rows; ``ahead`` ends with what was read of them, if anything was."""
-        if isinstance(self.images, Streamed):
-            return ahead[-1]
+        """The images (n, C, H, W) uint8 of the rows."""
+        images, chosen = self.stored(rows, ahead)
+        if chosen is None:
+            return images
         # On a CPU indexing copies byte by byte, index_select image by image.
-        return self.images.index_select(0, rows) if rows.device.type == "cpu" else self.images[rows]
+        return images.index_select(0, chosen) if chosen.device.type == "cpu" else images[chosen]
 
 
 @dataclass(frozen=True)
@@ -145,8 +153,9 @@ class Step:
     def images(self, index: Tensor, drawn: list[Tensor]) -> Tensor:
         """The rows' images, augmented and normalised."""
         n, more, data = self.shape.base_rows, self.shape.extra_rows, self.data
-        if not more and crop.suits(self.augment, data.images):
-            return crop.cropped(self.augment, data.images, index, drawn[0], data.mean, data.std, data.memory_format)
+        stored, rows = data.stored(index, drawn)
+        if not more and crop.suits(self.augment, stored):
+            return crop.cropped(self.augment, stored, rows, drawn[0], data.mean, data.std, data.memory_format)
         raw = data.raw(index, drawn)
         images = self.augment.apply(raw[:n] if more else raw, drawn[0])
         if more:
