@@ -305,8 +305,8 @@ def check(net: ResNet | SmallNet, plain: Any, images: Tensor, balanced: bool) ->
     generator = seed(3)
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.weight.data.uniform_(0.5, 1.5, generator=generator)
-            module.bias.data.uniform_(-0.5, 0.5, generator=generator)
+            for parameter, low in ((module.weight, 0.5), (module.bias, -0.5)):
+                parameter.data.copy_(torch.rand(parameter.shape, generator=generator) + low)
     twin = copy.deepcopy(net).double()
     twin, net = tbbn.convert(twin) if balanced else twin, tbbn.convert(net)
     layout = {"current": len(images) * 3 // 4, "memory": len(images) // 4, "past_tasks": 3}
