@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from tbbn.config import resolve
-from tbbn.data.packed import INDEX, KIND, SCHEMA, Shard, Stored, index_digest, open_packed
+from tbbn.data.packed import INDEX, KIND, SCHEMA, Stored, index_digest, open_packed
+from tbbn.data.shards import Shard
 from tbbn.data.stream import Streamed
 from tbbn.engine import Stepped
 from tbbn.engine.run import Run

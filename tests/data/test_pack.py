@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from tbbn.cli import main
-from tbbn.data import packed, workers
-from tbbn.data.pack import pack
-from tbbn.data.packed import check_packed, open_packed, run_lengths
+from tbbn.data import packed, shards, workers
+from tbbn.data.pack import _shard_images, pack
+from tbbn.data.packed import check_packed, open_packed
+from tbbn.data.shards import run_lengths
 from tbbn.data.sources import found, load
 from tbbn.data.stream import Streamed, placed
 from tbbn.errors import UserError
@@ -112,6 +113,28 @@ def test_several_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     assert not check_packed(tmp_path / "two").problems
 
 
+def test_processes_that_decode_begin_without_torch() -> None:
+    code = "import sys, tbbn.cli, tbbn.data.workers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "side", "shards"),
+    [(100, 8, 1), (16_000, 64, 47), (100_000, 64, 257), (1_281_167, 256, 939), (3, 20_000, 3)],
+    ids=["a few", "some classes", "Tiny-ImageNet", "ImageNet", "huge ones"],
+)
+def test_a_set_has_shards_for_many_processes_and_no_more_than_it_needs(n: int, side: int, shards: int) -> None:
+    assert -(-n // _shard_images(n, (3, side, side), None)) == shards
+
+
+def test_a_process_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_set(tmp_path / "set", n=9)
+    monkeypatch.setattr(workers, "_AT_ONCE", 4)  # so that sizes are looked at in processes too
+    monkeypatch.setattr(workers, "_begin", os._exit)
+    with pytest.raises(UserError, match="a process that decoded images has died"):
+        pack(source, tmp_path / "out", workers=2)
+
+
 def test_tiny_imagenet_as_published_is_packed_by_its_annotations(tmp_path: Path) -> None:
     root = tmp_path / "tiny-imagenet-200"
     for place, name in enumerate(("n01", "n02")):
@@ -145,7 +168,7 @@ def test_a_file_of_classes_picks_and_orders_them(tmp_path: Path) -> None:
 def decoded(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -> list[str]:
     """The files decoded from now on; the process "dies" at one more than `stop_after`."""
     seen: list[str] = []
-    real = workers.open_image
+    real = shards.open_image
 
     def watched(file: Path, channels: int, size: int | None) -> Any:
         if stop_after is not None and len(seen) == stop_after:
@@ -153,7 +176,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -> l
         seen.append(f"{file.parent.name}/{file.name}")
         return real(file, channels, size)
 
-    monkeypatch.setattr(workers, "open_image", watched)
+    monkeypatch.setattr(shards, "open_image", watched)
     return seen
 
 
@@ -181,12 +204,12 @@ def test_an_interrupted_pack_goes_on_with_the_shard_it_was_at(tmp_path: Path, mo
 KILLED = """
 import sys, time
 from pathlib import Path
-from tbbn.data import workers
+from tbbn.data import shards
 from tbbn.data.pack import pack
-def slow(file, channels, size, real=workers.open_image):
+def slow(file, channels, size, real=shards.open_image):
     time.sleep(0.01)
     return real(file, channels, size)
-workers.open_image = slow
+shards.open_image = slow
 if __name__ == "__main__":
     pack(Path(sys.argv[1]), Path(sys.argv[2]), workers=2, shard_bytes=3 * 192)
 """

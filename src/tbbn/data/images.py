@@ -1,7 +1,6 @@
 """Image files decoded once into a uint8 tensor.
 
-Whatever the file holds becomes 8-bit RGB (or grey): 16-bit values are scaled, palettes looked up, and transparency is
-laid on black. Where asked, a large set is kept decoded in a packed file, which later runs map instead of decoding.
+Where asked, a large set is kept decoded in a packed file, which later runs map instead of decoding.
 """
 
 from __future__ import annotations
@@ -9,11 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import stat
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tbbn.data.decoding import Unreadable, open_image, pil_silenced
 from tbbn.data.files import Split
 from tbbn.errors import UserError
 
@@ -58,7 +55,7 @@ def decode(
     all images must be of one size. `pack` is the stem of the packed file, kept above 1 GiB of images. Files that cannot
     be read are named and counted in one error, or left out if `unreadable` is "skip".
     """
-    with _pil_silenced():
+    with pil_silenced():
         try:
             return _decode(listing, owner, size, channels, pack, on_progress), ()
         except _SomeUnreadable as error:
@@ -69,10 +66,6 @@ def decode(
     rest = Listing(tuple(listing.files[i] for i in good), tuple(listing.labels[i] for i in good))
     split, _ = decode(rest, owner, size=size, channels=channels, pack=pack, on_progress=on_progress)
     return split, tuple(listing.files[i] for i in sorted(broken))
-
-
-class Unreadable(UserError):
-    """A file that is no readable image."""
 
 
 class _SomeUnreadable(Exception):
@@ -176,64 +169,3 @@ def _has_room(folder: Path, n_bytes: int) -> bool:
 
 def _mapped(file: Path, shape: torch.Size, *, shared: bool) -> Tensor:
     return torch.from_file(str(file), shared=shared, size=shape.numel(), dtype=torch.uint8).view(shape)
-
-
-def open_image(file: Path, channels: int, size: int | None) -> Image:
-    """The decoded image in 8 bits a channel, cut to `size` if given; raises `Unreadable`."""
-    import PIL.Image
-
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):  # a pipe would be waited for
-            raise ValueError("not a file")
-        with PIL.Image.open(file) as image:
-            return _fitted(_plain(image, "L" if channels == 1 else "RGB"), size)
-    except FileNotFoundError as error:
-        raise Unreadable(f"{file}: does not exist") from error
-    except Exception as error:  # PIL's parsers raise whatever they stumble over
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if isinstance(error, PIL.UnidentifiedImageError):
-            reason = "of no known format"
-        elif isinstance(error, OSError) and error.strerror:
-            reason = error.strerror
-        raise Unreadable(f"{file}: is not a readable image ({reason})") from error
-
-
-@contextmanager
-def _pil_silenced() -> Iterator[None]:
-    """PIL warns of what it reads all the same: of damaged EXIF data, of very large images."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _plain(image: Image, mode: str) -> Image:
-    import numpy
-    import PIL.Image
-
-    if image.mode.startswith("I"):  # 16 bits, also where PIL holds them in 32
-        values = numpy.asarray(image).astype(numpy.float64) / 257
-        if values.size and not 0 <= values.min() <= values.max() <= 255:
-            raise ValueError("values beyond 16 bits have no known range")
-        image = PIL.Image.fromarray(numpy.clip(values.round(), 0, 255).astype(numpy.uint8))
-    elif image.mode == "F":
-        raise ValueError("floating-point images have no known range")
-    elif "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
-        image = image.convert("RGBA")
-        black = PIL.Image.new("RGBA", image.size, (0, 0, 0, 255))
-        image = PIL.Image.alpha_composite(black, image)
-    return image.convert(mode)
-
-
-def _fitted(image: Image, size: int | None) -> Image:
-    """The image resized so that its shorter side is `size`, then cut to the centre square, as torchvision does."""
-    import PIL.Image
-
-    if size is None or image.size == (size, size):
-        return image
-    width, height = image.size
-    shorter = min(width, height)
-    if shorter != size:
-        width, height = int(size * width / shorter), int(size * height / shorter)
-        image = image.resize((width, height), PIL.Image.Resampling.BILINEAR)
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    return image.crop((left, top, left + size, top + size))

@@ -19,13 +19,15 @@ from pathlib import Path
 
 from tbbn.data.folders import chosen_classes, list_folder
 from tbbn.data.images import UNREADABLE, Listing, Progress
-from tbbn.data.packed import INDEX, KIND, PARTS, SCHEMA, Packed, Shard, index_digest, is_packed, open_packed, read_index
-from tbbn.data.workers import Job, Workers, write_whole
+from tbbn.data.packed import INDEX, KIND, PARTS, SCHEMA, Packed, index_digest, is_packed, open_packed, read_index
+from tbbn.data.shards import Job, Shard, write_whole
+from tbbn.data.workers import Workers
 from tbbn.errors import UserError, choose, printable
 
 SIZE = 256
 CHANNELS = 3
-SHARD_BYTES = 1 << 28
+SHARD_BYTES = (1 << 22, 1 << 28)  # least and most
+_SHARDS = 256  # of a set, or so: a shard is written by one process, and there should be some for each
 _LOCK, _PLAN = ".lock", "plan.json"
 _OURS = re.compile(r"(index|plan)\.json|\.lock|(train|test)-\d{5}\.(u8|json)|\.(train|test|index|plan)[-.].*\.\d+")
 
@@ -48,7 +50,7 @@ def pack(
     classes: Path | None = None,
     unreadable: str = "fail",
     overwrite: bool = False,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
     on_progress: Progress | None = None,
 ) -> Outcome:
     """Pack the tree `source` of train/<class>/* and test or val/<class>/* into the folder `dest`.
@@ -66,7 +68,7 @@ def pack(
     names, _, listings = list_folder("pack", source, chosen, _test_names(source))
     with _locked(dest), Workers(workers) as pool:
         shape, square = _stored_shape(source, dest, listings, size, pool)
-        each = max(1, shard_bytes // (shape[0] * shape[1] * shape[2]))
+        each = _shard_images(sum(len(listing.files) for listing in listings), shape, shard_bytes)
         jobs = {
             part: _jobs(source, dest / part, listing, shape, square, each)
             for part, listing in zip(PARTS, listings, strict=True)
@@ -79,6 +81,12 @@ def pack(
             _finish(dest, names, shape, jobs, unreadable)
     found = open_packed(dest)
     return Outcome(found, sum(images.shape.numel() for images in found.images), n_todo)
+
+
+def _shard_images(n: int, shape: tuple[int, int, int], shard_bytes: int | None) -> int:
+    """Images of a shard of a set of ``n``; whatever the number of workers, so that others can go on with it."""
+    row, (least, most) = shape[0] * shape[1] * shape[2], SHARD_BYTES
+    return max(1, (shard_bytes or min(most, max(least, n * row // _SHARDS))) // row)
 
 
 def _test_names(source: Path) -> tuple[str, str]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tbbn.data.shards import Shard
 from tbbn.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -29,18 +30,6 @@ KIND = "tbbn packed images"
 INDEX = "index.json"
 PARTS = ("train", "test")
 _AT_ONCE = 1 << 24  # bytes hashed between two reports
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file of whole images; those that could not be read were left out."""
-
-    file: str
-    images: int
-    sha256: str
-    digest: str  # of what it was made from: paths, lengths, times and the size of the stored images
-    labels: list[list[int]]  # as run_lengths gives them
-    unreadable: list[list[str]]  # file and reason
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,15 +132,6 @@ def index_digest(index: dict[str, Any]) -> str:
     """The checksum of an index, over all of it but the checksum."""
     rest = {key: value for key, value in index.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def run_lengths(labels: Sequence[int]) -> list[list[int]]:
-    """Labels as [label, how often] in a row: classes mostly lie one after the other.
-
-    >>> run_lengths([0, 0, 2])
-    [[0, 2], [2, 1]]
-    """
-    return [[label, len(list(same))] for label, same in groupby(labels)]
 
 
 def _mapped(file: Path, n: int, row: int) -> Tensor:
