@@ -14,14 +14,14 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tbbn.config import RunConfig, resolve
-from tbbn.engine import Event, Run, Stepped, run, state
+from tbbn.engine import Event, Run, Stepped, checkpoint, run, state
 from tbbn.engine.stage import LearningStage
 from tbbn.engine.verify import verify
 from tbbn.sweep import parse_choice
@@ -46,6 +46,24 @@ def left_alone(config: RunConfig) -> Run:
     for _ in job.recorded(None):
         pass
     return job
+
+
+def in_pieces(config: RunConfig, directory: Path, pauses: Iterable[int]) -> tuple[Run, int]:
+    """The run stopped after so many steps each time and taken up again, after its end; and in how many places it stopped."""
+    places = set()
+    for pause in (*pauses, 10**6):
+        asked = iter(range(1, 10**7))
+        record = run(config, directory=directory, stop=lambda asked=asked, pause=pause: next(asked) >= pause)  # type: ignore[misc]
+        if record.status == "finished":
+            break
+        saved = checkpoint.load(directory)
+        assert saved is not None
+        places.add(tuple(saved[0]["position"].values()))
+    assert record.status == "finished"
+    resumed = Run(config)
+    assert state.load(resumed, directory)
+    resumed.record = record
+    return resumed, len(places)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killed import left_alone, same
+from killed import in_pieces, left_alone, same
 from tinyrun import tiny
 from torch import Tensor
 
 from tbbn.cli import main
-from tbbn.engine import Run, checkpoint, run, state
+from tbbn.engine import Run, checkpoint, run
 from tbbn.engine.events import Position
 from tbbn.engine.step import Step
 from tbbn.engine.verify import verify
@@ -90,23 +90,12 @@ def test_a_process_told_to_stop_saves_itself_and_says_so_by_its_exit_code(number
 def test_a_run_stopped_after_any_step_continues_exactly(settings: dict[str, Any], tmp_path: Path) -> None:
     config = tiny(norm__name=settings.pop("norm__name", "tbbn"), **settings)
     expected = left_alone(config)
-    places = set()
-    for pause in (1, 2, 3, 5, 8, 13, 21, 1000):
-        asked = iter(range(1, 10**6))
-        record = run(config, directory=tmp_path, stop=lambda asked=asked, pause=pause: next(asked) >= pause)  # type: ignore[misc]
-        if record.status == "finished":
-            break
-        saved = checkpoint.load(tmp_path)
-        assert saved is not None
-        places.add(tuple(saved[0]["position"].values()))
-    assert record.status == "finished"
-    assert len(places) >= 3, "the run was stopped in several places"
-    resumed = Run(config)
-    assert state.load(resumed, tmp_path)
+    resumed, places = in_pieces(config, tmp_path, (1, 2, 3, 5, 8, 13, 21))
+    assert places >= 3, "the run was stopped in several places"
     assert same(resumed.network.state_dict(), expected.network.state_dict())
-    assert record.accuracy == expected.record.accuracy
-    assert record.history == expected.record.history
-    assert record.exemplars == expected.record.exemplars
+    assert resumed.record.accuracy == expected.record.accuracy
+    assert resumed.record.history == expected.record.history
+    assert resumed.record.exemplars == expected.record.exemplars
 
 
 def test_a_finished_directory_is_not_trained_again(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from killed import same
+from killed import in_pieces, same
 from tinyrun import finish, tiny
 
 from tbbn.config import RunConfig
-from tbbn.engine import Event, Run, checkpoint, run, run_lanes, state
+from tbbn.engine import Event, Run, run_lanes
 from tbbn.engine.retrain import retrain
 from tbbn.engine.step import Captured
 
@@ -64,19 +64,8 @@ def test_a_captured_run_is_the_eager_one(settings: dict[str, Any], monkeypatch: 
 def test_a_run_stopped_anywhere_goes_on_exactly(settings: dict[str, Any], tmp_path: Path) -> None:
     config = on_gpu(**settings)
     expected = finish(config)
-    places = set()
-    for pause in (2, 5, 9, 14, 20, 10**6):
-        asked = iter(range(1, 10**7))
-        record = run(config, directory=tmp_path, stop=lambda asked=asked, pause=pause: next(asked) >= pause)  # type: ignore[misc]
-        if record.status == "finished":
-            break
-        saved = checkpoint.load(tmp_path)
-        assert saved is not None
-        places.add(tuple(saved[0]["position"].values()))
-    assert record.status == "finished" and len(places) >= 4
-    resumed = Run(config)
-    assert state.load(resumed, tmp_path)
-    assert agree(resumed, expected)
+    resumed, places = in_pieces(config, tmp_path, (2, 5, 9, 14, 20))
+    assert places >= 4 and agree(resumed, expected)
     for task in range(2):
         assert {found.problem for found in retrain(tmp_path, task)} == {""}
 
