@@ -97,6 +97,7 @@ LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
         ((64, 512, 7, 7), torch.float32, CONTIGUOUS),
         ((64, 768, 7, 7), torch.bfloat16, LAST),
         ((1000, 16, 8, 8), torch.float32, LAST),
+        ((512, 2048, 7, 7), torch.bfloat16, LAST),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tbbn.cli import main
-from tbbn.data import packed, shards, workers
+from tbbn.data import packed, shards
 from tbbn.data.pack import _shard_images, pack
 from tbbn.data.packed import check_packed, open_packed
 from tbbn.data.shards import run_lengths
@@ -120,19 +120,46 @@ def test_processes_that_decode_begin_without_torch() -> None:
 
 @pytest.mark.parametrize(
     ("n", "side", "shards"),
-    [(100, 8, 1), (16_000, 64, 47), (100_000, 64, 257), (1_281_167, 256, 939), (3, 20_000, 3)],
+    [(100, 8, 1), (16_000, 64, 47), (100_000, 64, 147), (1_281_167, 256, 939), (3, 20_000, 3)],
     ids=["a few", "some classes", "Tiny-ImageNet", "ImageNet", "huge ones"],
 )
 def test_a_set_has_shards_for_many_processes_and_no_more_than_it_needs(n: int, side: int, shards: int) -> None:
-    assert -(-n // _shard_images(n, (3, side, side), None)) == shards
+    assert -(-n // _shard_images(n, 3 * side * side)) == shards
 
 
-def test_a_process_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_is_repaired_in_the_shards_it_has(tmp_path: Path) -> None:
+    source, out = write_set(tmp_path / "set", n=9), tmp_path / "out"
+    pack(source, out, workers=1, shard_bytes=4 * 192)
+    before = {file.name: file.read_bytes() for file in out.glob("*.u8")}
+    (out / "train-00001.u8").unlink()
+    assert pack(source, out, workers=1).decoded == 4
+    assert {file.name: file.read_bytes() for file in out.glob("*.u8")} == before
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+from tbbn.data import shards, workers
+from tbbn.data.pack import pack
+workers._AT_ONCE = int(sys.argv[3])
+if __name__ == "__main__":
+    try:
+        pack(Path(sys.argv[1]), Path(sys.argv[2]), workers=2)
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+else:
+    shards.open_image = workers.image_sizes = lambda *args: os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("at_once", [4, 1000], ids=["at the sizes", "at the images"])
+def test_a_process_that_dies_is_told(tmp_path: Path, at_once: int) -> None:
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
     source = write_set(tmp_path / "set", n=9)
-    monkeypatch.setattr(workers, "_AT_ONCE", 4)  # so that sizes are looked at in processes too
-    monkeypatch.setattr(workers, "_begin", os._exit)
-    with pytest.raises(UserError, match="a process that decoded images has died"):
-        pack(source, tmp_path / "out", workers=2)
+    program = [sys.executable, str(script), str(source), str(tmp_path / "out"), str(at_once)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1 and "UserError: pack: a process that decoded images has died" in done.stderr
 
 
 def test_tiny_imagenet_as_published_is_packed_by_its_annotations(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from planned import EPS, MOMENTUM, buffers, compare, draw, literal, make_plan
 from torch import Tensor
 
 import tbbn
-from interpreter import RUNNING, apart, equals_itself_captured, here, interpret, needs_gpu, on_device
+from interpreter import INTERPRETED, RUNNING, apart, equals_itself_captured, here, interpret, needs_gpu, on_device
 from tbbn.norm import functional
 
 if RUNNING:
-    from tbbn.norm import kernels, launches
+    import triton.language as tl
+
+    from tbbn.norm import kernels, launches, triton_code
 
 
 @here
@@ -30,11 +32,13 @@ def test_importing_the_package_does_not_import_triton():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.fixture(params=[True, False], ids=["whole", "split"])
+@pytest.fixture(params=["rows first", "runs first", "split"] if INTERPRETED else ["whole", "split"])
 def whole(request, monkeypatch):
-    """Both ways to the moments: in the tile that is normalised, and in a launch of their own."""
-    if not request.param:
+    """Both ways to the moments: in the tile that is normalised, its axes in either order, and in a launch of their own."""
+    if request.param == "split":
         monkeypatch.setattr(launches, "WHOLE_LIMIT", 0)
+    elif INTERPRETED:  # compiled kernels keep what they were compiled with
+        monkeypatch.setattr(triton_code, "ROWS_FIRST", tl.constexpr(request.param == "rows first"))
 
 
 CASES = {
@@ -46,6 +50,7 @@ CASES = {
     "(N, C, L)": {"shape": (8, 3, 7), "past": 3},
     "(N, C, D, H, W)": {"shape": (8, 2, 2, 3, 3), "past": 3},
     "3d channels_last": {"shape": (8, 3, 2, 3, 2), "past": 3, "last": True},
+    "several runs": {"shape": (11, 2, 9, 9), "past": 2, "current": 8, "rule": "uneven"},
     "one channel": {"shape": (8, 1, 4, 4), "past": 3},
     "many channels, no power of two": {"shape": (4, 768, 3, 3), "past": 3, "last": True},
 }

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tbbn.data.folders import chosen_classes, list_folder
 from tbbn.data.images import UNREADABLE, Listing, Progress
@@ -27,7 +28,7 @@ from tbbn.errors import UserError, choose, printable
 SIZE = 256
 CHANNELS = 3
 SHARD_BYTES = (1 << 22, 1 << 28)  # least and most
-_SHARDS = 256  # of a set, or so: a shard is written by one process, and there should be some for each
+_SHARDS = 256  # at most, where that is possible: one process writes a shard, and there should be some for each
 _LOCK, _PLAN = ".lock", "plan.json"
 _OURS = re.compile(r"(index|plan)\.json|\.lock|(train|test)-\d{5}\.(u8|json)|\.(train|test|index|plan)[-.].*\.\d+")
 
@@ -67,8 +68,7 @@ def pack(
     chosen = None if classes is None else chosen_classes(classes)
     names, _, listings = list_folder("pack", source, chosen, _test_names(source))
     with _locked(dest), Workers(workers) as pool:
-        shape, square = _stored_shape(source, dest, listings, size, pool)
-        each = _shard_images(sum(len(listing.files) for listing in listings), shape, shard_bytes)
+        shape, square, each = _stored(source, dest, listings, size, shard_bytes, pool)
         jobs = {
             part: _jobs(source, dest / part, listing, shape, square, each)
             for part, listing in zip(PARTS, listings, strict=True)
@@ -83,10 +83,14 @@ def pack(
     return Outcome(found, sum(images.shape.numel() for images in found.images), n_todo)
 
 
-def _shard_images(n: int, shape: tuple[int, int, int], shard_bytes: int | None) -> int:
-    """Images of a shard of a set of ``n``; whatever the number of workers, so that others can go on with it."""
-    row, (least, most) = shape[0] * shape[1] * shape[2], SHARD_BYTES
-    return max(1, (shard_bytes or min(most, max(least, n * row // _SHARDS))) // row)
+def _shard_images(n: int, row: int) -> int:
+    """Images of ``row`` bytes in a shard of a set of ``n``: a power of two of bytes, so that one image more seldom matters.
+
+    However many workers there are: others can go on with it.
+    """
+    least, most = SHARD_BYTES
+    wanted = 1 << max(0, -(-n * row // _SHARDS) - 1).bit_length()
+    return max(1, min(most, max(least, wanted)) // row)
 
 
 def _test_names(source: Path) -> tuple[str, str]:
@@ -96,25 +100,42 @@ def _test_names(source: Path) -> tuple[str, str]:
     return ("test", "val") if labelled else ("val", "test")
 
 
-def _stored_shape(
-    source: Path, dest: Path, listings: Sequence[Listing], size: int, pool: Workers
-) -> tuple[tuple[int, int, int], bool]:
-    """The shape (C, H, W) of the stored images, and whether they are squares cut from others; found once, then kept."""
+def _stored(
+    source: Path, dest: Path, listings: Sequence[Listing], size: int, shard_bytes: int | None, pool: Workers
+) -> tuple[tuple[int, int, int], bool, int]:
+    """The shape (C, H, W) of the stored images, whether they are squares cut from others, and how many a shard has.
+
+    Found once, then kept: what has been begun goes on so.
+    """
     made_from = hashlib.sha256(repr((SCHEMA, size)).encode())
     for listing in listings:
         made_from.update(_listing_digest(source, listing.files, listing.labels))
+    plan = _plan(dest, made_from.hexdigest())
+    if plan is None:
+        files = [file for listing in listings for file in listing.files]
+        found = pool.common_shape(files, size, CHANNELS)
+        channels, height, width = found or (CHANNELS, size, size)
+        plan = {"made_from": made_from.hexdigest(), "shape": [channels, height, width], "square": found is None}
+        plan["each"] = _shard_images(len(files), channels * height * width)
+    channels, height, width = plan["shape"]
+    if shard_bytes is not None:
+        plan["each"] = max(1, shard_bytes // (channels * height * width))
+    write_whole(dest / _PLAN, json.dumps(plan))
+    return (channels, height, width), plan["square"], plan["each"]
+
+
+def _plan(dest: Path, made_from: str) -> dict[str, Any] | None:
+    """What was decided when this was begun; None if nothing was, or of other images."""
     try:
         plan = json.loads((dest / _PLAN).read_text())
-        if plan["made_from"] == made_from.hexdigest():
-            channels, height, width = plan["shape"]
-            return (channels, height, width), bool(plan["square"])
-    except (OSError, ValueError, TypeError, KeyError):  # there is none, or it is of no use
+        if plan["made_from"] == made_from:
+            channels, height, width = map(int, plan["shape"])
+            large = SHARD_BYTES[1] // (channels * height * width)  # in sets from before this was written down
+            each = max(1, int(plan.get("each", large)))
+            return {**plan, "shape": [channels, height, width], "square": bool(plan["square"]), "each": each}
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError):  # there is none, or it is of no use
         pass
-    found = pool.common_shape([file for listing in listings for file in listing.files], size, CHANNELS)
-    shape = found or (CHANNELS, size, size)
-    plan = {"made_from": made_from.hexdigest(), "shape": shape, "square": found is None}
-    write_whole(dest / _PLAN, json.dumps(plan))
-    return shape, found is None
+    return None
 
 
 def _listing_digest(source: Path, files: Sequence[Path], labels: Sequence[int]) -> bytes:

@@ -1,6 +1,7 @@
 """The processes that decode images into shards. They touch their own files only, so each can be killed at any moment.
 
-Nothing here imports torch, which takes seconds: the processes begin at once.
+Nothing here imports torch, which takes seconds: the processes begin at once, unless the script that packs imports it, for
+they import that too.
 """
 
 from __future__ import annotations

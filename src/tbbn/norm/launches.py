@@ -62,7 +62,7 @@ class _Tiles(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Of the kernels with a plan; 32 elements a thread where a whole tile goes through it, or 64."""
+        """Of the kernels with a plan; at most 64 elements a thread where a whole tile goes through it."""
         plan = self.batch * self.groups * self.block
         if self.whole:
             return max(4, min(16, max(plan // 1024, min(8, self.apply.size // 1024))))
@@ -93,7 +93,7 @@ def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size:
     sums = _Tile(max(1, min(batch, work // (long * block))), long, block)
     short = min(image, work // block)
     apply = _Tile(max(1, min(batch, work // (short * block))), short, block)
-    few = max(1, wide // 128)  # channels of a program of the plan
+    few = max(1, min(wide // 128, 4096 // batch))  # channels of a program of the plan; it takes two groups at least
     return _Tiles(False, sums, apply, batch, _groups(groups, batch, few), few, parts)
 
 

@@ -13,6 +13,8 @@ batch norm.
 
 from __future__ import annotations
 
+import re
+
 import triton
 import triton.language as tl
 
@@ -28,16 +30,16 @@ def tile(row, pixel, channel, B, C, P, sb, sp, sc):
 
 
 # Of axes that are alike to it Triton gives threads the first one first, and since 3.7 the last one.
-ROWS_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+ROWS_FIRST = tl.constexpr(tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < (3, 7))
 
 
 @triton.jit
 def whole_tile(channel, B, C, P, sb, sp, sc, BATCH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
     """Rows, offsets and mask of a tile of all rows, their pixels in RUNS runs of RUN neighbours.
 
-    Its axes are rows, runs, neighbours and channels, or runs and rows: so that threads share runs and rows, and each has all
-    the runs of its rows: most of a sum over pixels is then additions, not exchanges between threads. What lies between runs
-    is added last and in 64 bits, and so becomes part of the instruction.
+    A run is spread over neighbouring threads, and the runs of a row lie in the same threads: sums over runs are additions,
+    only the sum inside a run is exchanged. The axes are (rows, runs, run, channels), or (runs, rows, run, channels). What
+    lies between runs is added last and in 64 bits, and so becomes part of the instruction.
     """
     row, begin, inner = tl.arange(0, BATCH), tl.arange(0, RUNS) * RUN, tl.arange(0, RUN)
     near = to_pixels(row[:, None]) * sb + inner[None, None, :, None] * sp + channel[None, None, None, :] * sc
