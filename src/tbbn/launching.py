@@ -39,7 +39,7 @@ def take_turn(AHEAD: tl.constexpr):
         gdc_launch_dependents()
 
 
-_SMALL = 2**21  # values; above it kernels that wait in place were slower (docs/speed.md)
+_SMALL = 2**21  # values; with six times as many, kernels that wait in place were slower (docs/speed.md)
 
 
 def turn(x: Tensor) -> dict[str, Any]:

@@ -131,6 +131,8 @@ def test_a_set_is_repaired_in_the_shards_it_has(tmp_path: Path) -> None:
     source, out = write_set(tmp_path / "set", n=9), tmp_path / "out"
     pack(source, out, workers=1, shard_bytes=4 * 192)
     before = {file.name: file.read_bytes() for file in out.glob("*.u8")}
+    with pytest.raises(UserError, match="of other images, or of another size"):
+        pack(source, out, workers=1, shard_bytes=5 * 192)
     (out / "train-00001.u8").unlink()
     assert pack(source, out, workers=1).decoded == 4
     assert {file.name: file.read_bytes() for file in out.glob("*.u8")} == before

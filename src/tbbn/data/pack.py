@@ -68,12 +68,15 @@ def pack(
     chosen = None if classes is None else chosen_classes(classes)
     names, _, listings = list_folder("pack", source, chosen, _test_names(source))
     with _locked(dest), Workers(workers) as pool:
-        shape, square, each = _stored(source, dest, listings, size, shard_bytes, pool)
+        plan = _stored(source, dest, listings, size, shard_bytes, pool)
+        (channels, height, width), square, each = plan["shape"], plan["square"], plan["each"]
+        shape = (channels, height, width)
         jobs = {
             part: _jobs(source, dest / part, listing, shape, square, each)
             for part, listing in zip(PARTS, listings, strict=True)
         }
         todo = _left(dest, [job for own in jobs.values() for job in own], overwrite)
+        write_whole(dest / _PLAN, json.dumps(plan))  # not before: what is refused leaves the other set's as it is
         _check_room(dest, todo)
         n_all, n_todo = sum(len(listing.files) for listing in listings), sum(len(job.images) for job in todo)
         pool.write(todo, None if on_progress is None else lambda done: on_progress(n_all - n_todo + done, n_all))
@@ -102,8 +105,8 @@ def _test_names(source: Path) -> tuple[str, str]:
 
 def _stored(
     source: Path, dest: Path, listings: Sequence[Listing], size: int, shard_bytes: int | None, pool: Workers
-) -> tuple[tuple[int, int, int], bool, int]:
-    """The shape (C, H, W) of the stored images, whether they are squares cut from others, and how many a shard has.
+) -> dict[str, Any]:
+    """The shape (C, H, W) of the stored images, whether they are squares cut from others, and how many ("each") a shard has.
 
     Found once, then kept: what has been begun goes on so.
     """
@@ -117,11 +120,10 @@ def _stored(
         channels, height, width = found or (CHANNELS, size, size)
         plan = {"made_from": made_from.hexdigest(), "shape": [channels, height, width], "square": found is None}
         plan["each"] = _shard_images(len(files), channels * height * width)
-    channels, height, width = plan["shape"]
     if shard_bytes is not None:
+        channels, height, width = plan["shape"]
         plan["each"] = max(1, shard_bytes // (channels * height * width))
-    write_whole(dest / _PLAN, json.dumps(plan))
-    return (channels, height, width), plan["square"], plan["each"]
+    return plan
 
 
 def _plan(dest: Path, made_from: str) -> dict[str, Any] | None:
