@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tbbn.errors import UserError, choose
-from tbbn.models.base import Backbone
+from tbbn.models.base import Backbone, Features
 from tbbn.models.heads import Head
 
 
@@ -85,7 +85,10 @@ class Network(nn.Module):
         return {_decode(key): tensor for key, tensor in self.remembered._buffers.items() if tensor is not None}
 
     def forward(self, images: Tensor) -> Output:
-        features = self.backbone(images)
+        return self.classify(self.backbone(images))
+
+    def classify(self, features: Features) -> Output:
+        """The head's part of a forward."""
         logits, similarity = self.head.scores(features.pooled)
         return Output(logits, features.pooled, features.stages, similarity, self.task_sizes, self.state)
 
