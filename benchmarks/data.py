@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbbn.config import resolve
-from tbbn.data.packed import INDEX, KIND, SCHEMA, Stored, index_digest, open_packed
-from tbbn.data.shards import Shard
-from tbbn.data.stream import Streamed
-from tbbn.engine import Stepped
-from tbbn.engine.run import Run
-from tbbn.engine.step import Images
+from tbbn.bench.config import resolve
+from tbbn.bench.data.packed.index import INDEX, KIND, SCHEMA, Stored, index_digest, open_packed
+from tbbn.bench.data.packed.shards import Shard
+from tbbn.bench.data.packed.stream import Streamed
+from tbbn.bench.engine import Stepped
+from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.step import Images
 
 BATCH = 64
 
@@ -53,7 +53,7 @@ def made(folder: Path, n: int, side: int) -> None:
 
 def packing(source: Path, folder: Path) -> dict[str, Any]:
     """Seconds and images a second of a pack, by the number of processes."""
-    from tbbn.data.pack import pack
+    from tbbn.bench.data.packed.pack import pack
 
     found: dict[str, Any] = {}
     for workers in sorted({1, os.cpu_count() or 1}):
@@ -91,7 +91,7 @@ def epochs(
 
 
 def _decoded(files: Path, device: torch.device, steps: int) -> Iterator[Any]:
-    from tbbn.vision import torchvision
+    from tbbn.bench.vision import torchvision
 
     torchvision()
     from torch.utils.data import DataLoader, RandomSampler

@@ -23,15 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tbbn import bench
-from tbbn.commands.measure import text
-from tbbn.config import RunConfig, resolve
-from tbbn.engine import run_lanes
-from tbbn.engine.run import Run
-from tbbn.engine.step import Captured
-from tbbn.models.convolution import Conv2d
-from tbbn.norm import functional, kernels
-from tbbn.norm.plan import Layout, Plan, PlanOptions
+from tbbn.accelerators.fused import Conv2d
+from tbbn.accelerators.triton import norm as kernels
+from tbbn.bench import speed as bench
+from tbbn.bench.cli.speed import text
+from tbbn.bench.config import RunConfig, resolve
+from tbbn.bench.engine import run_lanes
+from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.step import Captured
+from tbbn.nn import functional
+from tbbn.nn.plan import Layout, Plan, PlanOptions
 
 DEVICE = torch.device("cuda", 0)
 RESULTS: dict[str, Any] = {}
@@ -54,9 +55,10 @@ def section(title: str, work: Callable[[], Any]) -> None:
 
 def spilled() -> dict[str, int]:
     """Kernels whose values did not fit the registers, and how many: this card's compiler may not be the tests'."""
-    from tbbn.data import crop_code
-    from tbbn.models import convolution_code
-    from tbbn.norm import triton_backward, triton_code
+    from tbbn.accelerators.triton import conv_kernels as convolution_code
+    from tbbn.accelerators.triton import crop as crop_code
+    from tbbn.accelerators.triton import norm_backward as triton_backward
+    from tbbn.accelerators.triton import norm_forward as triton_code
 
     found: dict[str, int] = {}
     for module in (triton_code, triton_backward, convolution_code, crop_code):

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import tbbn
-from tbbn.models import backbone
-from tbbn.norm import native
+from tbbn.accelerators.native import binding as native
+from tbbn.bench.models import backbone
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "norm"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from literal import reshape_repeat
 
 SHAPES = [(64, 16, 32, 32), (64, 32, 16, 16), (64, 64, 8, 8)]
@@ -123,7 +123,7 @@ def network_rows(rounds: int) -> list[dict[str, object]]:
 
             def train() -> None:
                 optimizer.zero_grad()
-                if tbbn.norm.is_balanced(model):
+                if tbbn.nn.is_balanced(model):
                     with tbbn.balance(model, **LAYOUT):
                         pooled = model(x).pooled
                 else:

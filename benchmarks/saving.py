@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
-from tbbn.config import RunConfig, resolve
-from tbbn.data import sources
-from tbbn.engine import Run, state
+from tbbn.bench.config import RunConfig, resolve
+from tbbn.bench.data import loading
+from tbbn.bench.engine import Run
+from tbbn.bench.runs import state
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -53,7 +54,7 @@ def config(kind: str, threads: int, epochs: int) -> RunConfig:
 
 
 class Timed:
-    """Notes what each call of :func:`tbbn.engine.state.save` takes."""
+    """Notes what each call of :func:`tbbn.bench.runs.state.save` takes."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
     chosen = parser.parse_args()
     source = fake_cifar(1000, 200)
-    sources.load = lambda *_, **__: source
+    loading.load = lambda *_, **__: source
     result = {}
     for kind in KINDS:
         result[kind] = measure(config(kind, chosen.threads, chosen.epochs), chosen.rounds, chosen.folder)

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tbbn.config import RunConfig, resolve
-from tbbn.data import sources
-from tbbn.data.sources import Source, Split
-from tbbn.engine import Stepped
-from tbbn.engine.run import Run
-from tbbn.engine.stage import evaluated
-from tbbn.models import LinearHead, Network, backbone
+from tbbn.bench.config import RunConfig, resolve
+from tbbn.bench.data import loading
+from tbbn.bench.data.loading import Source, Split
+from tbbn.bench.engine import Stepped
+from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.task import evaluated
+from tbbn.bench.models import LinearHead, Network, backbone
 
 BATCH, CLASSES, EVALUATION = 64, 100, 500
 TARGET = 1.15
@@ -163,7 +163,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     source = fake_cifar(5000, 2000 if chosen.quick else 10000)
-    sources.load = lambda *_, **__: source
+    loading.load = lambda *_, **__: source
     job = Run(config(chosen.threads))
     result = {
         "torch": torch.__version__,

@@ -1,6 +1,10 @@
-"""Tests of kernels share ``interpreter.py``: how a kernel is run where there is no GPU."""
+"""Tests share what lies in ``helpers/``."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+settings.register_profile("tbbn", deadline=None)  # the first case of a test pays for what torch loads lazily
+settings.load_profile("tbbn")

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import tbbn
-from tbbn import config
-from tbbn.methods import METHODS
-from tbbn.norm import DESCRIPTIONS, NORMS
+from tbbn.bench import config
+from tbbn.bench.methods import METHODS
+from tbbn.nn import DESCRIPTIONS, NORMS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -73,7 +73,7 @@ def test_the_examples_of_extending_run_as_they_stand(extended: Any) -> None:
 def test_what_the_examples_register_is_listed_and_runs_from_the_command_line(
     extended: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tbbn.cli import main
+    from tbbn.bench.cli.main import main
 
     for what, name in (("methods", "lwf"), ("norms", "frn")):
         assert main(["list", what]) == 0
@@ -91,7 +91,7 @@ def test_what_the_examples_register_is_listed_and_runs_from_the_command_line(
 def test_the_recipe_of_recipes_runs_as_it_stands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tbbn.cli import main
+    from tbbn.bench.cli.main import main
 
     page = ROOT / "docs" / "recipes.md"
     (recipe,) = blocks(page, "toml")
@@ -124,8 +124,8 @@ def test_the_python_of_every_page_compiles_and_its_sessions_hold(page: Path, reg
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_every_page_name_settings_that_exist(page: Path) -> None:
-    from tbbn.cli import build_parser
-    from tbbn.commands.train import RUN_OPTIONS
+    from tbbn.bench.cli.main import build_parser
+    from tbbn.bench.cli.train import RUN_OPTIONS
 
     names = build_parser()[1]
 
@@ -147,13 +147,13 @@ def test_the_commands_of_every_page_name_settings_that_exist(page: Path) -> None
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_files_a_page_names_exist(page: Path) -> None:
     for name in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+\.\w+)`", page.read_text()):
-        if name != "src/tbbn/methods/lwf.py":  # what the reader is to write
+        if name != "src/tbbn/bench/methods/lwf.py":  # what the reader is to write
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
 def test_the_registry_lines_the_page_speaks_of_are_there() -> None:
-    assert "_KINDS" in (ROOT / "src/tbbn/methods/__init__.py").read_text()
-    source = (ROOT / "src/tbbn/norm/convert.py").read_text()
+    assert "_KINDS" in (ROOT / "src/tbbn/bench/methods/__init__.py").read_text()
+    source = (ROOT / "src/tbbn/nn/convert.py").read_text()
     assert "NORMS:" in source and "DESCRIPTIONS" in source
 
 

@@ -16,22 +16,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tbbn.norm import balance, convert, functional, penalty, revert, splits
-    from tbbn.norm.layers import (
-        TaskBalancedBatchNorm1d,
-        TaskBalancedBatchNorm2d,
-        TaskBalancedBatchNorm3d,
-        WeightedBatchNorm1d,
-        WeightedBatchNorm2d,
-        WeightedBatchNorm3d,
-    )
-    from tbbn.norm.variants import (
+    from tbbn.nn import balance, convert, functional, penalty, revert, splits
+    from tbbn.nn.comparison import (
         AdaptiveBalancedNorm,
         BatchRenorm,
         ContinualNorm,
         GroupNorm,
         InstanceNorm,
         SwitchableNorm,
+    )
+    from tbbn.nn.modules import (
+        TaskBalancedBatchNorm1d,
+        TaskBalancedBatchNorm2d,
+        TaskBalancedBatchNorm3d,
+        WeightedBatchNorm1d,
+        WeightedBatchNorm2d,
+        WeightedBatchNorm3d,
     )
 
 __version__ = "0.1.0"
@@ -60,9 +60,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Everything above at the first use of any of it: the command line can then be stopped while torch is imported."""
-    if name not in (*__all__, "errors", "norm"):
+    if name not in (*__all__, "errors", "nn"):
         raise AttributeError(f"module 'tbbn' has no attribute {name!r}")
-    for home in map(import_module, ("tbbn.norm.layers", "tbbn.norm.variants", "tbbn.norm")):
+    for home in map(import_module, ("tbbn.nn.modules", "tbbn.nn.comparison", "tbbn.nn")):
         globals().update({public: getattr(home, public) for public in __all__ if hasattr(home, public)})
     return globals()[name]
 

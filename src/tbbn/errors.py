@@ -10,10 +10,10 @@ class UserError(ValueError):
     """A mistake in a call, a config, a file or on the command line; the CLI prints it as one line and exits with 2."""
 
 
-def choose(kind: str, name: str, known: Iterable[str]) -> UserError:
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """The error for an unknown name: what there is to choose from, and the nearest spelling.
 
-    >>> choose("norm", "tbn", ["bn", "tbbn"])
+    >>> unknown_name("norm", "tbn", ["bn", "tbbn"])
     UserError("unknown norm 'tbn'; choose one of: bn, tbbn. Did you mean 'tbbn'?")
     """
     known = sorted(known)

@@ -6,8 +6,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tbbn.config import read_toml
-from tbbn.errors import UserError, choose
+from tbbn.bench.config import read_toml
+from tbbn.errors import UserError, unknown_name
 
 
 def recipes() -> dict[str, Path]:
@@ -30,7 +30,7 @@ def is_recipe(name: str) -> bool:
 def read_recipe(name: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """A recipe by name or a TOML file: its path, its settings, and its [sweep] table."""
     if not is_recipe(name) and not Path(name).is_dir():
-        raise choose("recipe", name, recipes())
+        raise unknown_name("recipe", name, recipes())
     path = recipes().get(name, Path(name))
     values = read_toml(path)
     sweep = {key.removeprefix("sweep."): values.pop(key) for key in list(values) if key.startswith("sweep.")}

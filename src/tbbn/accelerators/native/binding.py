@@ -1,0 +1,295 @@
+"""Task-balanced batch norm on a CPU as one compiled call each way: ``native.c``, built on first use.
+
+Batch norm's own kernel is two calls, the plan in tensor operations about fifty; at small sizes the calls are the time. The C
+file has no dependency but a C compiler, is built in a second or two, and kept in a cache directory of the user's. Where that
+cannot be done, or ``TBBN_NATIVE=0`` is set, the PyTorch form does the work and :func:`status` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tbbn.accelerators.native import building
+
+if TYPE_CHECKING:
+    from tbbn.nn.plan import Plan
+
+_PLAIN = (Tensor, nn.Parameter)  # subclasses may have no memory of their own
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_MEMORY = "task_balanced_batch_norm: no memory for the sums of its rows."
+
+_pack = struct.Struct("11P4q2d").pack  # the C side's Arguments: one object costs less to hand over than seventeen
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_ELEMENTS_A_THREAD = 32768  # below this, waking another thread costs more than it saves
+
+_lock = threading.Lock()
+_kernels: Any = None  # the library, once it is loaded
+_status: str | None = None
+
+
+def status() -> str:
+    """``compiled``, or why the PyTorch form is used on this machine."""
+    library()
+    assert _status is not None
+    return _status
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; built at the first call, once in a process, whether it succeeds or not."""
+    global _kernels, _status
+    if _status is None:
+        with _lock:
+            if _status is None:
+                _kernels, _status = _load()
+    return _kernels
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    try:
+        found = ctypes.CDLL(str(building.built()))
+        found.tbbn_forward.argtypes = found.tbbn_backward.argtypes = [ctypes.c_char_p]
+    except (building.CannotBuild, OSError, AttributeError) as error:
+        return None, f"not compiled: {error}"
+    return found, "compiled"
+
+
+# -- What the kernels can do --------------------------------------------------------------------------------------------
+
+
+def layout(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    plan: Plan,
+) -> bool | None:
+    """Whether the channels of ``x`` lie next to each other, not its pixels; None where the kernels cannot do this.
+
+    They take dense CPU tensors in eager mode, of which one can ask where they lie in memory.
+    """
+    if not (x.dtype in _DTYPES and x.is_cpu and type(x) in _PLAIN and x.dim() > 2 and x.numel() > 0):
+        return None
+    channels = x.size(1)
+    for t in (weight, bias, running_mean, running_var):
+        if t is not None and not (t.dtype in _DTYPES and t.is_cpu and type(t) in _PLAIN and t.numel() == channels):
+            return None
+    for t in (running_mean, running_var):
+        if t is not None and not (t.dtype == torch.float32 and t.is_contiguous()):  # written in place
+            return None
+    # A tensor may be wrapped still when the transform that did it has ended.
+    if plan.blend is not None or intercepted() or _is_wrapped(x) or library() is None:
+        return None
+    if x.is_contiguous():
+        return False
+    return True if _channels_last(x) else None
+
+
+def intercepted() -> bool:
+    """Whether somebody stands between a call and its tensors: transforms (grad, vmap), modes (fake tensors), a tracer."""
+    return bool(
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _channels_last(x: Tensor) -> bool:
+    """Whether channels lie next to each other, in pixels without gaps."""
+    if x.dim() == 4:
+        return x.is_contiguous(memory_format=torch.channels_last)
+    return x.movedim(1, -1).is_contiguous()
+
+
+# -- The plan as the kernels read it ------------------------------------------------------------------------------------
+
+
+class _Sparse(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("index", ctypes.c_void_p), ("value", ctypes.c_void_p))
+
+
+class _CPlan(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        *((name, _Sparse) for name in ("gather", "gather_shared", "scatter_back", "scatter_back_shared")),
+        *((name, _Sparse) for name in ("scatter", "gather_back")),
+        ("like", ctypes.c_void_p),
+        ("running", ctypes.c_void_p),
+        ("sizes", ctypes.c_void_p),
+        ("shared_total", ctypes.c_double),
+        ("total_variance", ctypes.c_int64),
+    )
+
+
+class _PlanOf:
+    """A plan's matrices without their zeros, in double precision, and the memory they lie in."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._kept: list[Tensor] = []
+        # Rows of the plan sum to one; in float32 nearly, which a mean of 1e4 would show.
+        plan = plan.to(torch.device("cpu"), torch.float64)
+        gather, scatter = (m / m.sum(1, keepdim=True) for m in (plan.gather, plan.scatter))
+        groups = torch.cat([gather.t(), scatter], 1).tolist()
+        first: dict[tuple[float, ...], int] = {}
+        like = [first.setdefault(tuple(row), b) for b, row in enumerate(groups)]
+        shared, rest = _in_common(gather)
+        back_shared, back_rest = _in_common(scatter.t())
+        self._struct = _CPlan(
+            plan.rows,
+            gather.shape[0],
+            *(self._sparse(m) for m in (rest, shared, back_rest, back_shared, scatter, gather.t())),
+            self._at(torch.tensor(like, dtype=torch.int32)),
+            self._at(plan.running / plan.running.sum()),
+            self._at(plan.sizes),
+            shared.sum().item() or 1.0,
+            plan.total_variance,
+        )
+        self.address = ctypes.addressof(self._struct)
+        self._saved: dict[int, Tensor] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+    def statistics(self, channels: int) -> Tensor:
+        """Room for what a forward keeps: made after a pattern, which is the fastest way to make a tensor."""
+        pattern = self._saved.get(channels)
+        if pattern is None:
+            size = 1 + 2 * self._struct.groups, channels
+            pattern = self._saved[channels] = torch.empty(size, dtype=torch.float32, device="cpu")
+        return torch.empty_like(pattern)
+
+    def _sparse(self, m: Tensor) -> _Sparse:
+        there = m != 0
+        start = nn.functional.pad(there.sum(1).cumsum(0), (1, 0))
+        return _Sparse(self._at(start.int()), self._at(there.nonzero()[:, 1].int()), self._at(m[there]))
+
+    def _at(self, t: Tensor) -> int:
+        self._kept.append(t.contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _in_common(m: Tensor) -> tuple[Tensor, Tensor]:
+    """What the rows of ``m`` have in common (1, B), and what each has besides: memory rows are summed once for all splits."""
+    shared = m.amin(0, keepdim=True)
+    rest = m - shared
+    return shared, rest.where(rest > 1e-12, 0.0)
+
+
+def _plan_of(plan: Plan) -> _PlanOf:
+    found = plan.__dict__.get("_native")
+    if found is None:
+        found = plan.__dict__["_native"] = _PlanOf(plan)
+    return found
+
+
+def _nothing() -> None:
+    """What a copy of a plan has of the kernels' form: it makes its own."""
+
+
+# -- Autograd -----------------------------------------------------------------------------------------------------------
+
+
+class _Compiled(torch.autograd.Function):
+    """The kernels, differentiable; saves the input and 1 + 2r values per channel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, others: tuple[Any, ...]) -> Tensor:
+        plan, last, eps, running_mean, running_var, momentum = others
+        rows = x if x.dtype == torch.float32 else x.float()
+        its, channels, elements = _plan_of(plan), x.size(1), x.numel()
+        threads = min(torch.get_num_threads(), 1 + elements // _ELEMENTS_A_THREAD)
+        shape = channels, elements // (channels * plan.rows), last, threads
+        y, saved = torch.empty_like(rows), its.statistics(channels)
+        arguments = _pack(
+            its.address, rows.data_ptr(), 0, y.data_ptr(), _address(weight), _address(bias), saved.data_ptr(),
+            _address(running_mean), _address(running_var), 0, 0, *shape, momentum, eps,
+        )  # fmt: skip
+        if _kernels.tbbn_forward(arguments):
+            raise MemoryError(_NO_MEMORY)
+        ctx.save_for_backward(x, weight, bias, saved)
+        ctx.plan, ctx.eps, ctx.shape = plan, eps, shape
+        return y if y.dtype == x.dtype else y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() or type(grad) is not Tensor or intercepted() or _is_wrapped(grad):
+            return _differentiable(ctx, grad)
+        x, weight, bias, saved = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        # Hooks on saved tensors may have laid them out anew.
+        weight, saved = _parameter(weight), saved.contiguous()
+        (rows, last), (channels, pixels, _, threads) = _dense(x), ctx.shape
+        g = grad if grad.dtype == rows.dtype and grad.stride() == rows.stride() else torch.empty_like(rows).copy_(grad)
+        dx = torch.empty_like(rows) if need_x else None
+        grad_weight = torch.empty_like(weight) if weight is not None and need_weight else None
+        grad_bias = torch.empty_like(bias) if need_bias else None
+        arguments = _pack(
+            _plan_of(ctx.plan).address, rows.data_ptr(), g.data_ptr(), _address(dx), _address(weight), 0,
+            saved.data_ptr(), 0, 0, _address(grad_weight), _address(grad_bias),
+            channels, pixels, last, threads, 0.0, 0.0,
+        )  # fmt: skip
+        if _kernels.tbbn_backward(arguments):
+            raise MemoryError(_NO_MEMORY)
+        if dx is not None and dx.dtype != x.dtype:
+            dx = dx.to(x.dtype)
+        return dx, grad_weight, grad_bias, None
+
+
+# Function.apply minus its care for functorch, whose tensors never come here: a tenth of the time of a small layer.
+_apply = super(torch.autograd.Function, _Compiled).apply
+
+
+def planned_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    plan: Plan,
+    momentum: float | Tensor,
+    eps: float,
+) -> Tensor | None:
+    """:func:`tbbn.nn.functional.task_balanced_batch_norm`, or None where the kernels cannot do it."""
+    last = layout(x, running_mean, running_var, weight, bias, plan)
+    if last is None:
+        return None
+    weight, bias = _parameter(weight), _parameter(bias)
+    if running_mean is None or running_var is None:
+        return _apply(x, weight, bias, (plan, last, eps, None, None, 0.0))
+    y = _apply(x, weight, bias, (plan, last, eps, running_mean, running_var, float(momentum)))
+    if not running_mean.is_inference():  # such have no versions to count
+        torch.autograd.graph.increment_version((running_mean, running_var))
+    return y
+
+
+def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    from tbbn.nn.functional import _differentiable_backward
+
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        return *_differentiable_backward(ctx, grad)[:3], None
+
+
+def _parameter(t: Tensor | None) -> Tensor | None:
+    """A weight or bias as the kernels take it; a cast is part of the graph, so its gradient finds the way back."""
+    if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
+        return t
+    return t.float().contiguous()
+
+
+def _dense(x: Tensor) -> tuple[Tensor, bool]:
+    """``x`` in float32, and whether its channels lie next to each other; else its pixels do."""
+    rows = x if x.dtype == torch.float32 else x.float()
+    if rows.is_contiguous():
+        return rows, False
+    return (rows, True) if _channels_last(rows) else (rows.contiguous(), False)
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()

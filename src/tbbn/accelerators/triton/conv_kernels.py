@@ -1,0 +1,129 @@
+"""Convolutions of few channels, in Triton's language: a product for every tap, over rows of pixels.
+
+Images are channels_last, ``x[image, row, column, channel]``; a pixel is counted over all images. ``K`` channels come in and
+``N`` go out. Sums are float32, in an order that does not depend on who is done first.
+"""
+
+# mypy: allow-untyped-defs
+# The arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tbbn.accelerators.triton.launch import take_turn
+
+
+@triton.jit
+def convolve(
+    x, w, y, beside, tile_mean, tile_var, PIXELS, in_h, in_w, out_h, out_w, w_in, w_out, w_row, w_column,
+    K: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr,
+    ADD: tl.constexpr, MOMENTS: tl.constexpr, EXACT: tl.constexpr,
+    TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """``y`` from ``x``, or with BACK the input's gradient from the output's, to which ADD adds ``beside``.
+
+    MOMENTS are the mean and variance of each channel over this tile, which must lie in one image: of what is stored, so
+    after rounding.
+    """
+    take_turn(AHEAD)
+    pixel = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    out = tl.program_id(1) * N_BLOCK + tl.arange(0, N_BLOCK)
+    there = pixel < PIXELS
+    image = pixel // (out_h * out_w)
+    row = pixel % (out_h * out_w) // out_w
+    column = pixel % out_w
+    acc = tl.zeros((TILE, N_BLOCK), tl.float32)
+    for tap in tl.static_range(SIZE * SIZE):
+        if BACK:  # the output pixels whose windows have this one at the tap
+            h = row + SIZE // 2 - tap // SIZE
+            c = column + SIZE // 2 - tap % SIZE
+            good = there & (h >= 0) & (c >= 0) & (h % STRIDE == 0) & (c % STRIDE == 0)
+            h = h // STRIDE
+            c = c // STRIDE
+        else:
+            h = row * STRIDE + tap // SIZE - SIZE // 2
+            c = column * STRIDE + tap % SIZE - SIZE // 2
+            good = there & (h >= 0) & (c >= 0)
+        good = (good & (h < in_h) & (c < in_w))[:, None]
+        base = ((image * in_h + h) * in_w + c) * K
+        at = w + tap // SIZE * w_row + tap % SIZE * w_column + out[None, :] * w_out
+        for start in tl.static_range(0, K, K_BLOCK):
+            k = start + tl.arange(0, K_BLOCK)
+            if K % K_BLOCK == 0:
+                a = tl.load(x + base[:, None] + k[None, :], mask=good, other=0.0)
+                b = tl.load(at + k[:, None] * w_in)
+            else:
+                a = tl.load(x + base[:, None] + k[None, :], mask=good & (k < K)[None, :], other=0.0)
+                b = tl.load(at + k[:, None] * w_in, mask=(k < K)[:, None], other=0.0)
+            acc = tl.dot(a.to(b.dtype), b, acc, input_precision="ieee" if EXACT else "tf32")
+    place = pixel[:, None] * N + out[None, :]
+    if ADD:
+        acc += tl.load(beside + place, mask=there[:, None], other=0.0).to(tl.float32)
+    result = acc.to(y.dtype.element_ty)
+    tl.store(y + place, result, mask=there[:, None])
+    if MOMENTS:
+        stored = result.to(tl.float32)
+        mean = tl.sum(stored, 0) / TILE
+        off = stored - mean[None, :]
+        at = tl.program_id(0) * N + out
+        tl.store(tile_mean + at, mean)
+        tl.store(tile_var + at, tl.sum(off * off, 0) / TILE)
+
+
+@triton.jit
+def weight_sums(
+    g, x, part, PIXELS, CHUNK, in_h, in_w, out_h, out_w,
+    K: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, TAPS: tl.constexpr,
+    EXACT: tl.constexpr, TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The weights' gradient over CHUNK pixels, ``part[chunk, n, tap, k]``, at one tap or at the three of a row."""
+    take_turn(AHEAD)
+    chunk = tl.program_id(0)
+    first = tl.program_id(1) * TAPS
+    n = tl.program_id(2) * N_BLOCK + tl.arange(0, N_BLOCK)
+    k = tl.arange(0, K_BLOCK)
+    wanted = (k < K)[None, :]
+    sum0 = tl.zeros((N_BLOCK, K_BLOCK), tl.float32)
+    sum1 = tl.zeros((N_BLOCK, K_BLOCK), tl.float32)
+    sum2 = tl.zeros((N_BLOCK, K_BLOCK), tl.float32)
+    for start in range(chunk * CHUNK, (chunk + 1) * CHUNK, TILE):
+        pixel = start + tl.arange(0, TILE)
+        there = pixel < PIXELS
+        image = pixel // (out_h * out_w)
+        h = pixel % (out_h * out_w) // out_w * STRIDE + first // SIZE - SIZE // 2
+        c = pixel % out_w * STRIDE + first % SIZE - SIZE // 2
+        up = tl.load(g + pixel[None, :] * N + n[:, None], mask=there[None, :], other=0.0)
+        good = there & (h >= 0) & (h < in_h)
+        at = x + (((image * in_h + h) * in_w + c) * K)[:, None] + k[None, :]
+        precision: tl.constexpr = "ieee" if EXACT else "tf32"
+        a = tl.load(at, mask=(good & (c >= 0) & (c < in_w))[:, None] & wanted, other=0.0)
+        sum0 = tl.dot(up, a.to(up.dtype), sum0, input_precision=precision)
+        if TAPS == 3:
+            a = tl.load(at + K, mask=good[:, None] & wanted, other=0.0)  # its middle is a pixel of the image
+            sum1 = tl.dot(up, a.to(up.dtype), sum1, input_precision=precision)
+            a = tl.load(at + 2 * K, mask=(good & (c + 2 < in_w))[:, None] & wanted, other=0.0)
+            sum2 = tl.dot(up, a.to(up.dtype), sum2, input_precision=precision)
+    at = part + ((chunk * N + n)[:, None] * (SIZE * SIZE) + first) * K + k[None, :]
+    tl.store(at, sum0, mask=wanted)
+    if TAPS == 3:
+        tl.store(at + K, sum1, mask=wanted)
+        tl.store(at + 2 * K, sum2, mask=wanted)
+
+
+@triton.jit
+def fold(part, out, SIZE, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr):
+    """The sum over chunks."""
+    take_turn(AHEAD)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, CHUNKS, TOGETHER):
+        chunk = start + tl.arange(0, TOGETHER)
+        there = (chunk < CHUNKS)[:, None] & (at < SIZE)[None, :]
+        acc += tl.sum(tl.load(part + chunk[:, None] * SIZE + at[None, :], mask=there, other=0.0), 0)
+    tl.store(out + at, acc, mask=at < SIZE)
+
+
+# True where the environment asks for Triton's interpreter: the kernels then run on the CPU, slowly.
+INTERPRETED = not isinstance(fold, triton.runtime.JITFunction)

@@ -1,0 +1,101 @@
+"""``tbbn list``, ``show``, ``report`` and ``doctor``: what only looks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from tbbn.bench.cli.catalogue import LISTS, doctor
+from tbbn.bench.cli.common import Command, run_folders
+from tbbn.errors import printable, unknown_name
+
+
+def add(command: Command) -> None:
+    what = command("list", _list, "What there is to choose from.", "tbbn list methods")
+    what.add_argument("what", metavar="WHAT", help=f"one of {', '.join(LISTS)}")
+    what.add_argument("--json", action="store_true", help="as JSON")
+    line = "One run: its accuracies task by task and every metric."
+    show = command("show", _show, line, "tbbn show runs/demo/ft-tbbn-0")
+    show.add_argument("run", metavar="RUN", help="a run's folder, such as runs/demo/ft-tbbn-0")
+    show.add_argument("--format", default="text", help="text, md, csv or latex")
+    show.add_argument("--json", action="store_true", help="the whole record as JSON")
+    line = "Runs as one table, mean ± std over seeds."
+    report = command("report", _report, line, "tbbn report runs/demo --format md")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, or folders of runs")
+    report.add_argument("--format", default="text", help="text, md, csv or latex")
+    report.add_argument("--plot", metavar="FILE.png", help="write the accuracy curves too")
+    report.add_argument("--json", action="store_true", help="every run's metrics as JSON")
+    health = command("doctor", _doctor, "Versions, device, data found, free disk.", "tbbn doctor --root data")
+    health.add_argument("--root", default="data", help="where data sets lie (default: data)")
+    health.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _list(chosen: argparse.Namespace) -> int:
+    if chosen.what not in LISTS:
+        raise unknown_name("list", chosen.what, LISTS)
+    entries = LISTS[chosen.what]()
+    if chosen.json:
+        print(json.dumps(entries, indent=1))
+        return 0
+    width = max(map(len, entries))
+    for name, line in entries.items():
+        print(f"{name.ljust(width)}  {line}".rstrip())
+    return 0
+
+
+def _show(chosen: argparse.Namespace) -> int:
+    from tbbn.bench.report.tables import accuracy_table, metrics_table, skipped_note
+    from tbbn.bench.runs.record import load_record
+
+    record = load_record(chosen.run)
+    if chosen.json:
+        print(record.to_json(), end="")
+        return 0
+    config = record.run_config
+    line = f"{config.label}, {config.data.name}, seed {config.seed}: {record.status} {record.message}"
+    print(printable(line.rstrip()))
+    if record.skipped:
+        print(printable(skipped_note([record])))
+    if record.accuracy:
+        print()
+        print(accuracy_table(record).render(chosen.format))
+        print()
+        print(metrics_table(record).render(chosen.format))
+    return 0
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    from tbbn.bench.report.plots import accuracy_curves
+    from tbbn.bench.report.tables import summary_table
+    from tbbn.bench.runs.record import load_record
+
+    folders = run_folders(chosen.runs)
+    records = [load_record(folder) for folder in folders]
+    if chosen.json:
+        entries = [
+            {"directory": str(f), "label": r.run_config.label, "seed": r.run_config.seed, "status": r.status}
+            | {"metrics": r.metrics}
+            for f, r in zip(folders, records, strict=True)
+        ]
+        text = json.dumps(entries, indent=1)
+    else:
+        text = summary_table(records).render(chosen.format)
+    # Drawn before anything is printed: a picture that cannot be written is a mistake, and a mistake has no output.
+    picture = accuracy_curves(records, chosen.plot) if chosen.plot else None
+    print(text)
+    if picture is not None:
+        print(f"accuracy curves: {picture}", file=sys.stderr)
+    return 0
+
+
+def _doctor(chosen: argparse.Namespace) -> int:
+    found = doctor(chosen.root)
+    if chosen.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    for title, table in (("environment", found["environment"]), (f"data under {chosen.root}/", found["data"])):
+        print(title)
+        for key, value in table.items():
+            print(f"  {key.ljust(16)}{value}")
+    return 0

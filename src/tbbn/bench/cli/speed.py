@@ -1,0 +1,108 @@
+"""``tbbn bench``: what this machine makes of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from tbbn.bench.cli.common import Command
+from tbbn.errors import UserError, unknown_name
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+
+
+def add(command: Command) -> None:
+    line = "Time the layer, training steps and runs side by side on this machine, against batch norm."
+    bench = command("bench", _bench, line, "tbbn bench --precision bf16 --lanes 1,4,8 --json > h200.json")
+    bench.add_argument("--backbone", default="resnet32", help="backbones with commas (default: resnet32)")
+    bench.add_argument("--norm", default="bn,tbbn", help="norms with commas (default: bn,tbbn)")
+    bench.add_argument("--precision", help="fp32, tf32, bf16 with commas (default: fp32; on a GPU tf32,bf16)")
+    bench.add_argument("--lanes", help="numbers of runs at a time with commas; 0 for none (default: 1; on a GPU 1,4,8)")
+    bench.add_argument("--epochs", type=int, default=4, help="epochs of the runs' tasks (default: 4)")
+    bench.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    bench.add_argument("--json", action="store_true", help="all numbers as JSON")
+    bench.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _bench(chosen: argparse.Namespace) -> int:
+    import torch
+
+    from tbbn.bench.models import backbones
+    from tbbn.bench.speed import bench
+    from tbbn.nn import NORMS
+
+    on_gpu = torch.cuda.is_available() if chosen.device == "auto" else chosen.device == "cuda"
+    if chosen.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"unknown device {chosen.device!r}; use 'cuda' for a GPU, 'cpu' or 'auto'.")
+    if on_gpu and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here.")
+    if chosen.epochs < 2:
+        raise UserError(f"--epochs must be at least 2, the first being left out, got {chosen.epochs}.")
+    precisions = _names("precision", chosen.precision or ("tf32,bf16" if on_gpu else "fp32"), PRECISIONS)
+    if not on_gpu and precisions != ["fp32"]:
+        raise UserError(f"--precision: a CPU is measured in fp32, got {','.join(precisions)}.")
+    found = bench(
+        torch.device("cuda" if on_gpu else "cpu"),
+        backbones=_names("backbone", chosen.backbone, backbones()),
+        norms=_names("norm", chosen.norm, NORMS),
+        precisions=precisions,
+        n_lanes=_numbers(chosen.lanes or ("1,4,8" if on_gpu else "1")),
+        epochs=chosen.epochs,
+        say=(lambda text: None) if chosen.quiet else (lambda text: print(text, file=sys.stderr, flush=True)),
+    )
+    print(json.dumps(found, indent=1) if chosen.json else text(found))
+    return 0
+
+
+def _names(kind: str, text: str, known: Any) -> list[str]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in known:
+            raise unknown_name(kind, name, known)
+    if not names:
+        raise UserError(f"--{kind} needs at least one name.")
+    return list(dict.fromkeys(names))
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise UserError(f"--lanes must be numbers with commas, got {text!r}.")
+    return [int(part) for part in parts if int(part)]
+
+
+def text(found: dict[str, Any]) -> str:
+    from tbbn.bench.report.tables import Table
+
+    parts = ["\n".join(f"{key.ljust(20)}{value}" for key, value in found["machine"].items())]
+    titles = {
+        "layers": "one layer, forward + backward; floor: the bytes it must move at the speed of a copy",
+        "steps": "a training step, batch of 64",
+        "lanes": "whole runs at a time, all in, in their second task",
+    }
+    for name, title in titles.items():
+        rows = [_row(entry) for entry in found[name]]
+        if rows:
+            header = list(dict.fromkeys(key for row in rows for key in row))
+            cells = tuple(tuple(row.get(key, "") for key in header) for row in rows)
+            parts.append(f"{title}\n{Table(tuple(header), cells).render('text')}")
+    return "\n\n".join(parts)
+
+
+def _row(entry: dict[str, Any]) -> dict[str, str]:
+    """A table's row: what is measured of a norm becomes columns of its own."""
+    row: dict[str, str] = {}
+    for key, value in entry.items():
+        if isinstance(value, dict):
+            row |= {f"{key} {inner}".replace("_", " "): _cell(v, inner) for inner, v in value.items()}
+        else:
+            row[key.replace("_", " ")] = _cell(value, key)
+    return row
+
+
+def _cell(value: Any, key: str) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3f}" if "ratio" in key or "ms" in key else f"{value:.1f}"

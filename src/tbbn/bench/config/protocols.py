@@ -1,0 +1,167 @@
+"""What a config starts from, as data: what suits a data set, how the paper was trained, and the released code's errors by name.
+
+Each entry maps dotted names (``train.epochs``) to values; :func:`tbbn.bench.config.resolve` lays them under a run's own settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Values = Mapping[str, Any]
+
+# What suits a data set, whatever the protocol.
+_CIFAR = {
+    "backbone": "resnet32",
+    "memory.budget": 2000,
+    "data.tasks": 10,
+    "train.epochs": 160,
+    "batch.augment": "shift",
+}
+_IMAGENET = {
+    **_CIFAR,
+    "backbone": "resnet18",
+    "train.epochs": 100,
+    "train.milestones": (0.4, 0.8),
+    "batch.augment": "resized",
+    "data.crop": 224,
+}
+_SMALL = {"backbone": "resnet20", "memory.budget": 200, "data.tasks": 5, "train.epochs": 20, "batch.augment": "none"}
+DATA: dict[str, Values] = {
+    "digits": {"train.epochs": 20, "train.lr": 0.05},
+    "synthetic": {"train.epochs": 10, "data.tasks": 10, "memory.budget": 100, "train.lr": 0.05},
+    "mnist": _SMALL,
+    "fashion-mnist": _SMALL,
+    "svhn": {**_SMALL, "batch.augment": "shift"},
+    "cifar10": {**_CIFAR, "data.tasks": 5},
+    "cifar100": _CIFAR,
+    "stl10": {**_CIFAR, "data.tasks": 5, "backbone": "resnet18", "memory.budget": 200},
+    "tiny-imagenet": {**_CIFAR, "backbone": "resnet18-small", "train.epochs": 100},
+    "imagenet100": _IMAGENET,
+    "dissimilar": {
+        **_CIFAR,
+        "backbone": "resnet18",
+        "train.epochs": 100,
+        "train.milestones": (0.4, 0.8),
+    },
+}
+
+# How the paper was trained (protocol.md): the same for every data set but for what DATA says.
+PAPER: Values = {
+    "data.validation": 0.1,
+    "memory.rounding": "ceil",
+    "memory.shrink": "reselect",
+    "batch.last": "drop",
+    "train.lr": 0.1,
+    "train.momentum": 0.0,
+    "train.weight_decay": 1e-4,
+    "train.keep": "best",
+}
+PAPER_DATA: dict[str, Values] = {
+    "digits": {"data.validation": 0.0, "train.keep": "last", "batch.last": "short"},  # 29 images in a validation split
+    "cifar10": {"batch.augment": "padded-resized"},
+    "cifar100": {"batch.augment": "padded-resized"},
+    "dissimilar": {"batch.augment": "padded-resized"},
+    "imagenet100": {"memory.selection": "random"},
+}
+# PODNet and AFC were run with their own programs' settings, with batches of 96 + 32.
+_POD: Values = {
+    "backbone": "resnet32-podnet",
+    "data.validation": 0.0,
+    "memory.rounding": "floor",
+    "memory.shrink": "truncate",
+    "batch.size": 128,
+    "batch.augment": "shift-brightness",
+    "train.epochs": 160,
+    "train.momentum": 0.9,
+    "train.weight_decay": 5e-4,
+    "train.schedule": "cosine",
+    "train.clip_value": 5.0,
+    "train.keep": "last",
+}
+PAPER_METHOD: dict[str, Values] = {
+    "podnet": _POD,
+    "afc": _POD,
+    "podnet/imagenet100": {
+        "backbone": "resnet18-podnet",
+        "batch.size": 64,
+        "batch.augment": "resized",
+        "train.epochs": 90,
+        "train.lr": 0.05,
+        "method.pod_spatial": 8.0,
+        "method.pod_flat": 10.0,
+        "method.finetune_lr": 0.01,
+    },
+    "afc/imagenet100": {
+        "backbone": "resnet18-podnet",
+        "batch.augment": "resized",
+        "train.epochs": 90,
+        "train.weight_decay": 1e-4,
+        "method.importance_weight": 10.0,
+        "method.finetune_lr": 0.02,
+    },
+}
+# Online a task passes once; so, unless told otherwise, does a second phase over what was stored or held out of it.
+ONLINE: Values = {"train.epochs": 1, "memory.selection": "reservoir", "train.schedule": "constant"}
+ONLINE_METHOD: dict[str, Values] = {
+    "eeil": {"method.balanced_epochs": 1},
+    "bic": {"method.correction_epochs": 1},
+    "podnet": {"method.finetune_epochs": 1},
+    "afc": {"method.finetune_epochs": 1},
+}
+PROTOCOLS = ("clean", "paper")
+
+
+@dataclass(frozen=True)
+class Quirk:
+    """An error of the released code: nothing but settings, so a record shows what was done.
+
+    Where ``norms`` or ``methods`` are named the settings are for those alone: in a sweep the others stay as they are.
+    """
+
+    line: str
+    values: Values
+    norms: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+
+    def applies(self, norm: str, method: str) -> bool:
+        return norm in (self.norms or (norm,)) and method in (self.methods or (method,))
+
+
+QUIRKS: dict[str, Quirk] = {
+    "current-from-union": Quirk(
+        "current rows are drawn from the new task and the memory together (EEIL and LUCIR)",
+        {"batch.current_from": "union"},
+        methods=("eeil", "lucir"),
+    ),
+    "whole-test-batches": Quirk(
+        "the last short batch of each task's test set is not evaluated",
+        {"data.test": "whole-batches"},
+    ),
+    "no-affine": Quirk(
+        "instance and group norm have no affine map",
+        {"norm.affine": False},
+        norms=("in", "gn"),
+    ),
+    "channels-per-group": Quirk(
+        "group norm's number counts channels per group",
+        {"norm.channels_per_group": 16},
+        norms=("gn",),
+    ),
+    "kd-last-task-only": Quirk(
+        "SS-IL distils the head of the last task alone",
+        {"method.kd_last_task_only": True},
+        methods=("ssil",),
+    ),
+    "skip-newest-head": Quirk(
+        "EEIL's first phase does not distil the newest past head",
+        {"method.skip_newest_head": True},
+        methods=("eeil",),
+    ),
+    "unbalanced-phase": Quirk(
+        "EEIL's second phase trains on the batches of the first",
+        {"method.unbalanced_phase": True},
+        methods=("eeil",),
+    ),
+}

@@ -1,0 +1,275 @@
+"""Augmentation of whole batches: every parameter is drawn first, on the CPU, then applied as tensor code on any device.
+
+`draw` gives one row of numbers for each augmentation, so that an epoch's rows can be drawn in one go and a step that is
+captured as a CUDA graph only reads them. `apply` is a function of its two tensors: no random number, no loop over
+samples, no shape that depends on a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from tbbn.bench.data.colour import Brightness, ColourJitter, Greyscale
+from tbbn.errors import UserError, unknown_name
+
+_ATTEMPTS = 10  # crop boxes tried before the fallback, as in torchvision's RandomResizedCrop
+
+
+class Augment(Protocol):
+    """A distribution of image transforms: `draw` samples their parameters, `apply` carries them out."""
+
+    @property
+    def n_parameters(self) -> int:
+        """Columns of the parameters."""
+        ...
+
+    def draw(self, n: int, generator: Generator, size: tuple[int, int]) -> Tensor:
+        """Parameters (n, n_parameters) float32 on the CPU of `n` augmentations of images of `size` (height, width)."""
+        ...
+
+    def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
+        """Images (N, C, h, w) float32 in [0, 1] from images (N, C, H, W), uint8 or float in [0, 1].
+
+        The parameters (N, n_parameters) lie on the images' device.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Centred:
+    """The image itself, or its centre of side `crop`; mirrored left to right with probability one half if `flip`."""
+
+    flip: bool = False
+    crop: int | None = None
+
+    @property
+    def n_parameters(self) -> int:
+        return int(self.flip)
+
+    def draw(self, n: int, generator: Generator, size: tuple[int, int]) -> Tensor:
+        return _coins(n, generator) if self.flip else torch.zeros(n, 0)
+
+    def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
+        images = centre_crop(images, self.crop)
+        if self.flip:
+            columns = torch.arange(images.shape[3], device=images.device)
+            columns = torch.where(parameters > 0.5, images.shape[3] - 1 - columns, columns)  # (N, W)
+            images = images.gather(3, columns[:, None, None, :].expand(images.shape))
+        return as_float(images)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Zero-padding, a random window of the original size (or of side `crop`), and a flip: columns top, left, flip.
+
+    The window is torchvision's `RandomCrop(size, padding)`. Without `pad` the padding follows the image: see `padding`.
+    """
+
+    crop: int | None = None
+    pad: int | None = None
+    n_parameters = 3
+
+    def draw(self, n: int, generator: Generator, size: tuple[int, int]) -> Tensor:
+        pad = padding(size) if self.pad is None else self.pad
+        free = [side + 2 * pad - (self.crop or side) for side in size]
+        if min(free) < 0:
+            raise UserError(
+                f"shift: a crop of {self.crop} needs larger images than {size[0]}x{size[1]}; lower the crop"
+            )
+        places = [torch.randint(0, n_free + 1, (n, 1), generator=generator) for n_free in free]
+        return torch.cat([*places, _coins(n, generator)], 1).float()
+
+    def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
+        n, channels, height, width = images.shape
+        pad = padding((height, width)) if self.pad is None else self.pad
+        out_height, out_width = self.crop or height, self.crop or width
+        padded = F.pad(images, (pad, pad, pad, pad))
+        top, left, flip = parameters.long().unsqueeze(2).unbind(1)  # each (N, 1)
+        rows = top + torch.arange(out_height, device=images.device)  # (N, h)
+        columns = torch.arange(out_width, device=images.device)
+        columns = left + torch.where(flip > 0, out_width - 1 - columns, columns)  # (N, w)
+        index = (rows.unsqueeze(2) * padded.shape[3] + columns.unsqueeze(1)).view(n, 1, -1).expand(n, channels, -1)
+        return as_float(padded.flatten(2).gather(2, index).view(n, channels, out_height, out_width))
+
+
+@dataclass(frozen=True)
+class ResizedCrop:
+    """A box of random area and shape, resized, and a flip: columns top, left, height, width, flip.
+
+    The draw is torchvision's `RandomResizedCrop`, on the zero-padded image if `padded`. The resize is PIL's bilinear
+    one, which averages where it shrinks, as two products with one matrix per image and axis; the padding is never
+    stored: its columns of the matrices are left out.
+    """
+
+    crop: int | None = None
+    padded: bool = False
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    n_parameters = 5
+
+    def draw(self, n: int, generator: Generator, size: tuple[int, int]) -> Tensor:
+        pad = padding(size) if self.padded else 0
+        height, width = size[0] + 2 * pad, size[1] + 2 * pad
+        uniform = torch.rand(n, 2, _ATTEMPTS, generator=generator)
+        area = height * width * (self.scale[0] + uniform[:, 0] * (self.scale[1] - self.scale[0]))
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        aspect = torch.exp(low + uniform[:, 1] * (high - low))
+        widths, heights = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()  # (n, attempts)
+        valid = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
+        first = valid.int().argmax(1, keepdim=True)  # the first maximum
+        found = valid.any(1)
+        place = torch.rand(n, 2, generator=generator)
+        boxes = []
+        for lengths, whole, fallback, u in zip(
+            (heights, widths), (height, width), self._fallback(height, width), place.unbind(1), strict=True
+        ):
+            length = torch.where(found, lengths.gather(1, first).squeeze(1), torch.tensor(float(fallback)))
+            start = torch.minimum((u * (whole - length + 1)).floor(), whole - length)
+            boxes.append((torch.where(found, start, torch.tensor(float((whole - fallback) // 2))), length))
+        (top, box_height), (left, box_width) = boxes
+        return torch.cat([torch.stack([top, left, box_height, box_width], 1), _coins(n, generator)], 1)
+
+    def _fallback(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the largest centred box of an allowed shape."""
+        if width < height * self.ratio[0]:
+            return round(width / self.ratio[0]), width
+        if width > height * self.ratio[1]:
+            return height, round(height * self.ratio[1])
+        return height, width
+
+    def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
+        n, channels, height, width = images.shape
+        pad = padding((height, width)) if self.padded else 0
+        top, left, box_height, box_width, flip = parameters.unbind(1)
+        upright = torch.zeros_like(flip)
+        if height == width:  # both axes in the same operations: on a GPU their number is their cost
+            start, length = parameters[:, :2].reshape(-1), parameters[:, 2:4].reshape(-1)
+            both = _resize_matrix(
+                start, length, width, self.crop or width, pad, torch.stack([upright, flip], 1).view(-1)
+            )
+            vertical, horizontal = both.unflatten(0, (n, 2)).unbind(1)
+        else:
+            vertical = _resize_matrix(top, box_height, height, self.crop or height, pad, upright)  # (N, h, H)
+            horizontal = _resize_matrix(left, box_width, width, self.crop or width, pad, flip)  # (N, w, W)
+        if not images.is_floating_point():
+            horizontal = horizontal / 255
+        # Half precision would cost more than PIL's own rounding does.
+        with torch.autocast(images.device.type, enabled=False):
+            rows = images.float().reshape(n, channels * height, width) @ horizontal.transpose(1, 2)
+            return vertical.unsqueeze(1) @ rows.view(n, channels, height, -1)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Several augmentations one after the other; their parameters lie side by side."""
+
+    parts: tuple[Augment, ...]
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(part.n_parameters for part in self.parts)
+
+    def draw(self, n: int, generator: Generator, size: tuple[int, int]) -> Tensor:
+        return torch.cat([part.draw(n, generator, size) for part in self.parts], 1)
+
+    def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
+        columns = parameters.split([part.n_parameters for part in self.parts], 1)
+        for part, own in zip(self.parts, columns, strict=True):
+            images = part.apply(images, own)
+        return images
+
+
+_NAMES: dict[str, tuple[str, Callable[[int | None], Augment]]] = {
+    "none": ("the image as it is", lambda crop: Centred(crop=crop)),
+    "flip": ("horizontal flip", lambda crop: Centred(flip=True, crop=crop)),
+    "shift": ("zero-pad by an eighth, random window of the original size, flip", lambda crop: Shift(crop)),
+    "padded-resized": (
+        "zero-pad by an eighth, random resized crop, flip: the paper's code on 32x32",
+        lambda crop: ResizedCrop(crop, padded=True),
+    ),
+    "resized": ("random resized crop, flip: ImageNet", lambda crop: ResizedCrop(crop)),
+    "strong": (
+        "random resized crop of area 0.2 to 1, flip, colour jitter, greyscale: the BalAug experiment",
+        lambda crop: Chain((ResizedCrop(crop, scale=(0.2, 1.0)), ColourJitter(), Greyscale())),
+    ),
+    "shift-brightness": (
+        "shift and brightness jitter: PODNet's CIFAR",
+        lambda crop: Chain((Shift(crop), Brightness())),
+    ),
+}
+
+
+def augmentation(name: str, *, crop: int | None = None) -> Augment:
+    """The augmentation of that name; `crop` is the side of its output, without it the images keep their size."""
+    if name not in _NAMES:
+        raise unknown_name("augmentation", name, _NAMES)
+    if crop is not None and crop < 1:
+        raise UserError(f"augmentation {name!r}: crop must be a positive number of pixels, got {crop}")
+    return _NAMES[name][1](crop)
+
+
+def augmentations() -> dict[str, str]:
+    """Every name that `augmentation` takes, with a line about it."""
+    return {name: line for name, (line, _) in _NAMES.items()}
+
+
+def padding(size: tuple[int, int]) -> int:
+    """Pixels of zero-padding on each side: an eighth of the shorter side, 4 for 32x32 and 1 for 8x8."""
+    return max(1, min(size) // 8)
+
+
+def as_float(images: Tensor) -> Tensor:
+    """Images as float32 in [0, 1]: uint8 is divided by 255, float is taken as it is."""
+    return images.float() if images.is_floating_point() else images.to(torch.float32).div_(255)
+
+
+def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Images (N, C, H, W) minus `mean` (C,), divided by `std` (C,)."""
+    return (images - mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1))
+
+
+def centre_crop(images: Tensor, crop: int | None) -> Tensor:
+    """The central square of side `crop`, placed as torchvision's `CenterCrop` does; all of the image without `crop`."""
+    height, width = images.shape[-2:]
+    if crop is None or (height, width) == (crop, crop):
+        return images
+    if crop > min(height, width):
+        raise UserError(f"centre crop: images must be at least {crop}x{crop}, got {height}x{width}; lower the crop")
+    top, left = round((height - crop) / 2), round((width - crop) / 2)
+    return images[..., top : top + crop, left : left + crop]
+
+
+def evaluation_view(images: Tensor, *, crop: int | None = None) -> Tensor:
+    """What evaluation sees: the centre of side `crop`, or the whole image, as float32 in [0, 1]."""
+    return as_float(centre_crop(images, crop))
+
+
+def _coins(n: int, generator: Generator) -> Tensor:
+    """Fair coins (n, 1), float32."""
+    return torch.randint(0, 2, (n, 1), generator=generator).float()
+
+
+def _resize_matrix(start: Tensor, length: Tensor, n_in: int, n_out: int, pad: int, flip: Tensor) -> Tensor:
+    """Matrices (N, n_out, n_in) that resize the box [start, start + length) of a padded axis to n_out pixels.
+
+    Output pixel i lies at (i + 1/2) * length / n_out of the box and averages the box's pixels under a triangle whose
+    half-width is one input pixel when the box is enlarged, one output pixel when it is shrunk.
+    """
+    pixels = torch.arange(n_in + 2 * pad, device=start.device, dtype=start.dtype)
+    outputs = torch.arange(n_out, device=start.device, dtype=start.dtype).unsqueeze(1)
+    start, length = start[:, None, None], length[:, None, None]
+    outputs = torch.where(flip[:, None, None] > 0.5, n_out - 1 - outputs, outputs)
+    step = length / n_out
+    inside = pixels - start  # position in the box, (N, 1, n_in + 2 pad)
+    weights = (1 - ((inside + 0.5 - (outputs + 0.5) * step) / step.clamp(min=1)).abs()).clamp_(min=0)
+    weights = weights * ((inside >= 0) & (inside < length))
+    # A real box weighs at least one half in each row: the bound turns an all-zero row of parameters into a black image.
+    weights = weights / weights.sum(2, keepdim=True).clamp(min=0.25)
+    return weights[:, :, pad : pad + n_in]

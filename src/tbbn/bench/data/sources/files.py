@@ -1,0 +1,206 @@
+"""Readers of the official files of the data sets: CIFAR's pickles, MNIST's idx, SVHN's mat and STL-10's binaries.
+
+They take what lies there: no archive is checked against a hash, so a repacked copy loads. A pickle may build numpy
+arrays and plain values and nothing else.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import io
+import pickle
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tbbn.bench.data.packed.index import Stored
+from tbbn.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Images (N, C, H, W) uint8, packed ones on the disk, and labels (N,) int64, the data set's own class ids."""
+
+    images: Tensor | Stored
+    labels: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What a data set holds: its two splits, and its classes in the order of their ids."""
+
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    skipped: tuple[str, ...] = ()  # image files left out because they cannot be read
+
+
+# What a pickled array or the plain Python types ask for, by every numpy and both Pythons.
+_ALLOWED = {
+    *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+    ("collections", "OrderedDict"),
+    *((builtins, name) for builtins in ("builtins", "__builtin__") for name in ("bytes", "bytearray", "set", "list")),
+}
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise UserError(f"it asks for {module}.{name}, and only numpy arrays and plain values are read")
+        return super().find_class(module, name)
+
+
+def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes: int) -> Split:
+    """One split of CIFAR-10 or CIFAR-100 from its pickled batches (N, 3072)."""
+    images, labels = [], []
+    for batch in batches:
+        content = _unpickle(folder / batch)
+        data, ids = content.get("data"), content.get(label_key)
+        if data is None or ids is None:
+            raise UserError(f"{folder / batch}: needs the entries 'data' and {label_key!r}, has: {', '.join(content)}")
+        try:
+            own_labels = _whole(ids)
+            pixels = torch.as_tensor(data).reshape(len(own_labels), 3, 32, 32)
+        except Exception as error:  # whatever torch stumbles over
+            raise UserError(
+                f"{folder / batch}: 'data' must be (N, 3072) uint8 and {label_key!r} a list of N whole numbers"
+            ) from error
+        _checked(folder / batch, pixels, own_labels, n_classes)
+        images.append(pixels)
+        labels.append(own_labels)
+    return Split(torch.cat(images), torch.cat(labels))
+
+
+def _whole(values: Any) -> Tensor:
+    """A row of whole numbers as int64; numbers with a fraction are refused, not cut."""
+    row = torch.as_tensor(values) if len(values) else torch.empty(0, dtype=torch.int64)
+    if row.dim() != 1 or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
+        raise ValueError(f"needs a row of whole numbers, got {tuple(row.shape)} {row.dtype}")
+    return row.long()
+
+
+def read_cifar_names(file: Path, key: str, n_classes: int) -> tuple[str, ...]:
+    """The class names of CIFAR's meta file; the class ids where it is missing."""
+    if not file.exists():
+        return tuple(str(label) for label in range(n_classes))
+    names = _unpickle(file).get(key)
+    if not isinstance(names, list) or len(names) != n_classes:
+        raise UserError(f"{file}: needs a list {key!r} of {n_classes} names")
+    return tuple(_text(name) for name in names)
+
+
+def read_idx(folder: Path, part: str, n_classes: int) -> Split:
+    """One split of MNIST's kind: `{part}-images-idx3-ubyte` and `{part}-labels-idx1-ubyte`, plain or gzipped."""
+    file = idx_file(folder, f"{part}-images-idx3-ubyte")
+    images = _read_idx_file(file, 3)
+    labels_file = idx_file(folder, f"{part}-labels-idx1-ubyte")
+    labels = _read_idx_file(labels_file, 1)
+    return _checked(file, images.unsqueeze(1), labels.long(), n_classes, labels_file)
+
+
+def idx_file(folder: Path, name: str) -> Path:
+    """The file of that name, or its gzipped form where only that lies there."""
+    return folder / name if (folder / name).exists() else folder / f"{name}.gz"
+
+
+def read_svhn(file: Path) -> Split:
+    """One split of SVHN's cropped digits; the file calls the digit 0 class 10."""
+    try:
+        scipy_io = importlib.import_module("scipy.io")
+    except ImportError as error:
+        raise UserError(f"{file}: scipy is required to read it; pip install scipy") from error
+    try:
+        content = scipy_io.loadmat(str(file))
+    except Exception as error:  # loadmat raises whatever its parser stumbles over
+        raise _unreadable(file, error) from error
+    try:
+        images = torch.as_tensor(content["X"]).permute(3, 2, 0, 1).contiguous()
+        labels = torch.as_tensor(content["y"].astype("int64")).flatten()
+    except Exception as error:
+        raise UserError(f"{file}: needs X of (32, 32, 3, N) uint8 and y of N whole numbers, from 1 to 10") from error
+    labels = torch.where(labels == 10, 0, torch.where(labels == 0, 10, labels))  # a stored 0 is as wrong as an 11
+    return _checked(file, images, labels, 10)
+
+
+def read_stl10(folder: Path, part: str) -> Split:
+    """One labelled split of STL-10: columns of 96x96 RGB images, labels from 1."""
+    import numpy
+
+    file, labels_file = folder / f"{part}_X.bin", folder / f"{part}_y.bin"
+    try:
+        pixels, stored = (torch.from_numpy(numpy.fromfile(f, dtype=numpy.uint8)) for f in (file, labels_file))
+    except OSError as error:
+        raise _unreadable(Path(error.filename or file), error) from error
+    if pixels.numel() == 0 or pixels.numel() % (3 * 96 * 96):
+        raise UserError(
+            f"{file}: {pixels.numel()} bytes are no whole number of 3x96x96 images; delete it and try again"
+        )
+    images = pixels.view(-1, 3, 96, 96).transpose(2, 3).contiguous()
+    return _checked(file, images, stored.long() - 1, 10, labels_file)
+
+
+def _unpickle(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            content = _ArrayUnpickler(stream, encoding="latin1").load()
+    except UserError as error:
+        raise UserError(f"{file}: refused: {error}") from None
+    except Exception as error:  # a broken pickle raises anything
+        raise _unreadable(file, error) from error
+    if not isinstance(content, Mapping):
+        raise UserError(f"{file}: must hold a dictionary, holds a {type(content).__name__}")
+    return {_text(key): value for key, value in content.items()}
+
+
+def _text(value: Any) -> str:
+    return value.decode("latin1") if isinstance(value, bytes) else str(value)
+
+
+def _read_idx_file(file: Path, n_dimensions: int) -> Tensor:
+    """A uint8 tensor from an idx file: two zero bytes, 8 for uint8, the number of dimensions, the sizes, the values."""
+    try:
+        content = file.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.GzipFile(fileobj=io.BytesIO(content)).read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(file, error) from error
+    start = 4 + 4 * n_dimensions
+    sizes = [int.from_bytes(content[place : place + 4], "big") for place in range(4, start, 4)]
+    n_values = 1
+    for size in sizes:
+        n_values *= size
+    if content[:4] != bytes([0, 0, 8, n_dimensions]) or len(content) != start + n_values:
+        raise UserError(f"{file}: is not a whole idx file of {n_dimensions} dimensions; delete it and try again")
+    if not n_values:
+        raise UserError(f"{file}: holds no values: its sizes are {'x'.join(map(str, sizes))}; delete it and try again")
+    return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(sizes)
+
+
+def _checked(file: Path, images: Tensor, labels: Tensor, n_classes: int, labels_file: Path | None = None) -> Split:
+    if images.dtype != torch.uint8:
+        raise UserError(f"{file}: the images must be uint8, are {str(images.dtype).removeprefix('torch.')}")
+    if len(images) != len(labels):
+        raise UserError(f"{file}: {len(images)} images but {len(labels)} labels")
+    if len(labels) == 0:
+        raise UserError(f"{file}: holds no images")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= n_classes:
+        raise UserError(f"{labels_file or file}: labels must lie in 0..{n_classes - 1}, go from {low} to {high}")
+    return Split(images, labels)
+
+
+def _unreadable(file: Path, error: Exception) -> UserError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(",")
+    if isinstance(error, OSError) and error.strerror:
+        reason = error.strerror  # without the path, which is said already
+    return UserError(f"{file}: cannot be read ({reason}); delete it and try again")

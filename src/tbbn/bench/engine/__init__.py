@@ -1,0 +1,7 @@
+"""The one training loop."""
+
+from tbbn.bench.engine.events import EpochEnded, Event, Stepped, TaskEnded, Waiting
+from tbbn.bench.engine.lanes import run_lanes
+from tbbn.bench.engine.loop import Run, run
+
+__all__ = ["EpochEnded", "Event", "Run", "Stepped", "TaskEnded", "Waiting", "run", "run_lanes"]

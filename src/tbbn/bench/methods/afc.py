@@ -1,0 +1,52 @@
+"""Adaptive feature consolidation (Kang et al., 2022): PODNet with distillation weighted by what each channel matters to the loss.
+
+L = NCA + sqrt(C_seen / C_new) * importance_weight * D, with D the mean over stages, rows and channels of the distance between
+student and teacher times the channel's importance. After a task, one pass over augmented batches gives a channel the
+importance I_c = sum over batches of mean_n sum_hw (dNCA / dx_nchw)^2, divided by its mean over the stage's channels.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tbbn.bench.methods.base import Losses, Stage
+from tbbn.bench.methods.proxy import ProxyMethod
+from tbbn.bench.methods.terms import channel_distance, nca
+from tbbn.bench.models import Output
+
+
+def _name(stage: int) -> str:
+    return f"importance_{stage}"
+
+
+@dataclass(frozen=True)
+class Afc(ProxyMethod):
+    """``importance_weight`` is the authors' for CIFAR-100; for ImageNet it is 10."""
+
+    name = "afc"
+    description = "distillation of maps weighted by the importance of their channels, PODNet's classifier"
+
+    importance_weight: float = 4.0
+
+    def distillation(self, output: Output, previous: Output) -> Losses:
+        importance = [previous.state[_name(i)] for i in range(len(output.stages))]
+        return {"consolidation": self.importance_weight * channel_distance(output.stages, previous.stages, importance)}
+
+    def after_training(self, stage: Stage) -> None:
+        # Gradients as in training, but on a copy: measuring must not move the running statistics.
+        probe = copy.deepcopy(stage.network).train().requires_grad_(True)
+        sums: list[Tensor] = []
+        for batch in stage.batches("importance"):
+            output = probe(batch.images)
+            gradients = torch.autograd.grad(nca(output.logits, batch.labels), output.stages)
+            energy = [gradient.float().square().sum((2, 3)).mean(0) for gradient in gradients]
+            sums = [total + new for total, new in zip(sums, energy, strict=True)] if sums else energy
+        for i, total in enumerate(sums):
+            mean = total.mean()
+            # A loss of zero throughout says nothing about the channels: then they matter alike.
+            importance = torch.where(mean > 0, total / mean, torch.ones_like(total))
+            stage.network.remember(_name(i), importance)

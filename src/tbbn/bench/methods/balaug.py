@@ -1,0 +1,28 @@
+"""Balanced augmentation: task balance by more views of the memory instead of by the norm.
+
+In a batch of 3 current rows to 1 memory row, 3 (t - 1) views of each memory row at task t give every past task as many
+rows, in expectation, as the current one: 48 + 16 rows become 48 + 48 (t - 1). The first view is augmented like any
+training row, the others strongly. The loss is fine-tuning's mean cross-entropy, and the norm sees the large batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tbbn.bench.methods.ft import FineTune
+
+
+@dataclass(frozen=True)
+class BalancedAugmentation(FineTune):
+    """``views_per_task`` is the number of views for each past task: the ratio of current to memory rows in a batch."""
+
+    name = "balaug"
+    description = "fine-tuning on batches balanced by strongly augmented views of the memory"
+    limits: ClassVar = {"views_per_task": (0, math.inf)}
+
+    views_per_task: int = 3
+
+    def memory_views(self, past_tasks: int) -> int:
+        return max(1, self.views_per_task * past_tasks)

@@ -1,0 +1,76 @@
+"""Dark experience replay++ (Buzzega et al., 2020): replayed rows keep their labels and the logits they once had.
+
+L = mean_current CE + alpha mean_memory |z - z_stored|^2 + beta mean_memory CE, the square averaged over the logits too.
+
+- The logits of an exemplar are those of the network at the end of the task that stored it, on the image without
+  augmentation. The head grows, so they cover the classes known then, and only those are compared.
+- The two memory terms look at the same rows, the memory part of the joint batch; the original draws the memory twice.
+- A row that entered the memory during the pass being trained on (an online stream) has no stored logits yet and is left
+  out of the square.
+
+There is no method "der": it would be read as dark experience replay by some and as dynamically expandable
+representation (Yan et al., 2021), another method, by others. The first is this one with ``beta = 0``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tbbn.bench.data.batches import Batch
+from tbbn.bench.methods.base import Losses, Method, Stage
+from tbbn.bench.methods.terms import cross_entropy
+from tbbn.bench.models import Output
+
+ROWS, LOGITS, WIDTHS = "dark_rows", "dark_logits", "dark_widths"  # (M,) ascending, (M, classes), (M,) classes stored
+
+
+def _places(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each wanted row stands in the ascending `rows`, and whether it does."""
+    place = torch.searchsorted(rows, wanted).clamp(max=len(rows) - 1)
+    return place, rows[place] == wanted
+
+
+@dataclass(frozen=True)
+class DarkExperienceReplay(Method):
+    name = "derpp"
+    description = "dark experience replay++: replayed rows also match the logits stored with them"
+
+    alpha: float = 0.1
+    beta: float = 0.5
+
+    def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
+        losses = {"ce": cross_entropy(output.logits[batch.current], batch.labels[batch.current])}
+        if batch.n_memory:
+            logits = output.logits[batch.memory].float()
+            if ROWS in output.state:
+                losses["dark"] = self.alpha * self._dark(logits, batch.index[batch.memory], output)
+            losses["replay"] = self.beta * cross_entropy(logits, batch.labels[batch.memory])
+        return losses
+
+    def _dark(self, logits: Tensor, rows: Tensor, output: Output) -> Tensor:
+        place, stored = _places(output.state[ROWS], rows)
+        table = output.state[LOGITS][place]
+        known = torch.arange(table.shape[1], device=table.device) < output.state[WIDTHS][place, None]
+        compared = known & stored[:, None]
+        squares = (logits[:, : table.shape[1]] - table).square().masked_fill(~compared, 0.0)
+        return squares.sum() / compared.sum().clamp(min=1)
+
+    def after_task(self, stage: Stage) -> None:
+        if not len(stage.memory):
+            return
+        rows = stage.memory.index.sort().values
+        logits = stage.outputs(rows).logits.float()
+        rows = rows.to(logits.device)
+        widths = torch.full_like(rows, stage.n_classes)
+        state = stage.network.state
+        if ROWS in state:
+            place, stored = _places(state[ROWS], rows)
+            earlier = F.pad(state[LOGITS], (0, stage.n_classes - state[LOGITS].shape[1]))[place]
+            logits = torch.where(stored[:, None], earlier, logits)
+            widths = torch.where(stored, state[WIDTHS][place], widths)
+        for name, tensor in ((ROWS, rows), (LOGITS, logits), (WIDTHS, widths)):
+            stage.network.remember(name, tensor)

@@ -1,0 +1,68 @@
+"""End-to-end incremental learning (Castro et al., 2018): distillation head by head, then a balanced phase.
+
+L = CE over all classes + kd * sum_k BCE(softmax(o_k / T), softmax(o_k^old / T)), k over the heads of the past tasks,
+o_k the logits of head k, each BCE a mean over rows and classes. From the second task on a second phase trains
+everything at a hundredth of the learning rate, with the new task cut to as many rows of a class as the memory has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tbbn.bench.data.batches import Batch
+from tbbn.bench.methods.base import Losses, Method, Phase, Stage
+from tbbn.bench.methods.terms import cross_entropy, soft_binary_cross_entropy
+from tbbn.bench.models import Output
+
+
+@dataclass(frozen=True)
+class EndToEnd(Method):
+    """``skip_newest_head`` and ``unbalanced_phase`` reproduce mistakes of released programs.
+
+    The first leaves the newest past head out of the first phase's distillation, so that the second task has none; the second
+    lets the second phase train on the batches of the first.
+    """
+
+    name = "eeil"
+    description = "distillation head by head, then a phase on class-balanced rows"
+    needs_previous = True
+    limits: ClassVar = {"temperature": (0, math.inf)}
+
+    kd: float = 1.0
+    temperature: float = 2.0
+    balanced_epochs: int = 40
+    balanced_lr_factor: float = 0.01
+    skip_newest_head: bool = False
+    unbalanced_phase: bool = False
+
+    def phases(self, stage: Stage) -> tuple[Phase, ...]:
+        if not stage.number or not len(stage.memory) or not self.balanced_epochs:
+            return (Phase(),)
+        balanced = Phase(
+            "balanced",
+            rows="replay" if self.unbalanced_phase else "balanced",
+            loss="balanced_loss",
+            epochs=self.balanced_epochs,
+            lr_factor=self.balanced_lr_factor,
+            schedule="constant",
+        )
+        return Phase(), balanced
+
+    def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
+        return self._losses(batch, output, previous, skip=1 if self.skip_newest_head else 0)
+
+    def balanced_loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
+        return self._losses(batch, output, previous, skip=0)
+
+    def _losses(self, batch: Batch, output: Output, previous: Output | None, skip: int) -> Losses:
+        losses = {"ce": cross_entropy(output.logits, batch.labels)}
+        n_heads = 0 if previous is None else len(previous.task_sizes) - skip
+        if previous is not None and n_heads:
+            pairs = zip(output.heads()[:n_heads], previous.heads()[:n_heads], strict=True)
+            terms = [soft_binary_cross_entropy(new, old, self.temperature) for new, old in pairs]
+            losses["kd"] = self.kd * torch.stack(terms).sum()
+        return losses

@@ -1,0 +1,26 @@
+"""Experience replay (Chaudhry et al., 2019): the mean loss of the new rows plus the mean loss of the replayed rows.
+
+L = mean_current CE + mean_memory CE. Fine-tuning takes one mean over both, so that there a memory row weighs as much as
+a current one; here the memory as a whole weighs as much as the current rows as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tbbn.bench.data.batches import Batch
+from tbbn.bench.methods.base import Losses, Method
+from tbbn.bench.methods.terms import cross_entropy
+from tbbn.bench.models import Output
+
+
+@dataclass(frozen=True)
+class ExperienceReplay(Method):
+    name = "er"
+    description = "experience replay: cross-entropy of the current and of the memory rows, each a mean of its own"
+
+    def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
+        losses = {"ce": cross_entropy(output.logits[batch.current], batch.labels[batch.current])}
+        if batch.n_memory:
+            losses["replay"] = cross_entropy(output.logits[batch.memory], batch.labels[batch.memory])
+        return losses

@@ -1,0 +1,53 @@
+"""Incremental classifier and representation learning (Rebuffi et al., 2017): classification by the nearest mean of exemplars.
+
+L = CE over all classes + kd * sum_c mean_n BCE(sigmoid z_nc, sigmoid z_nc^old), c over the old classes. An image gets
+the class whose exemplars' mean feature is nearest; features and means are of length 1. Without exemplars of all its
+tasks at hand (a run without memory, or in the middle of a task) the logits decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tbbn.bench.data.batches import Batch
+from tbbn.bench.methods.base import Losses, Method, Stage
+from tbbn.bench.methods.terms import class_means, cross_entropy
+from tbbn.bench.models import Output
+
+MEANS = "exemplar_means"  # (classes, D), zero for a class without exemplars
+
+
+@dataclass(frozen=True)
+class Icarl(Method):
+    name = "icarl"
+    description = "sigmoid distillation and nearest-mean-of-exemplars classification"
+    needs_previous = True
+
+    kd: float = 1.0
+
+    def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
+        losses = {"ce": cross_entropy(output.logits, batch.labels)}
+        if previous is not None:
+            old = output.logits[:, : batch.n_old_classes].float()
+            wanted = previous.logits.float().sigmoid()
+            losses["kd"] = self.kd * F.binary_cross_entropy_with_logits(old, wanted, reduction="sum") / len(old)
+        return losses
+
+    def after_task(self, stage: Stage) -> None:
+        rows = stage.memory.index
+        if len(rows):
+            features = F.normalize(stage.outputs(rows).features.float(), dim=1)
+            means, _ = class_means(features, stage.labels(rows), stage.n_classes)
+            stage.network.remember(MEANS, F.normalize(means, dim=1))
+
+    def predict(self, output: Output) -> Tensor:
+        """-|f - m_c|^2 for features f and means m_c of length 1; a class without exemplars is never chosen."""
+        means = output.state.get(MEANS)
+        if means is None or len(means) != output.logits.shape[1]:
+            return output.logits
+        scores = 2 * F.normalize(output.features.float(), dim=1) @ means.T - 2
+        return scores.masked_fill(~means.any(1), -torch.inf)

@@ -1,0 +1,60 @@
+"""IL2M (Belouadah & Popescu, 2019): fine-tuning, with past scores put right by what was noted when they were learnt.
+
+Scores are softmax probabilities. When an image's best class is new, the score of each past class c, learnt in task k,
+becomes p_c * (mean score of c when learnt / mean score of c now) * (confidence of the network now / after task k):
+means over the training images of c (now: its exemplars) of the score of c, and for the confidence of the best score
+over the newest task's images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tbbn.bench.methods.base import Stage
+from tbbn.bench.methods.ft import FineTune
+from tbbn.bench.methods.terms import class_means
+from tbbn.bench.models import Output
+
+LEARNT, CONFIDENCE, FACTORS = "learnt_scores", "confidence", "factors"  # (classes,), (classes,) its task's, (classes,)
+
+
+def _own_scores(stage: Stage, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each class the mean score of its own rows and their number; and the mean best score of all rows."""
+    scores, labels = stage.outputs(rows).logits.float().softmax(1), stage.labels(rows)
+    means, counts = class_means(scores.gather(1, labels[:, None]), labels, stage.n_classes)
+    return means[:, 0], counts, scores.amax(1).mean()
+
+
+@dataclass(frozen=True)
+class Il2m(FineTune):
+    name = "il2m"
+    description = "fine-tuning, past scores rectified by statistics kept from when they were learnt"
+
+    def after_training(self, stage: Stage) -> None:
+        # Before the memory shrinks: the more exemplars, the better the means.
+        network, n_old = stage.network, stage.n_old_classes
+        means, _, best = _own_scores(stage, stage.task.train)
+        learnt, confidence = means[n_old:], best.expand(stage.n_classes - n_old)
+        if n_old:
+            learnt = torch.cat([network.recall(LEARNT), learnt])
+            confidence = torch.cat([network.recall(CONFIDENCE), confidence])
+        factors = torch.ones_like(learnt)
+        if n_old and len(stage.memory):
+            now, counts, _ = _own_scores(stage, stage.memory.index)
+            rectified = learnt / now.clamp(min=torch.finfo(now.dtype).tiny) * best / confidence
+            known = (counts > 0) & (torch.arange(stage.n_classes, device=now.device) < n_old)
+            factors = torch.where(known, rectified, factors)
+        for name, tensor in ((LEARNT, learnt), (CONFIDENCE, confidence), (FACTORS, factors)):
+            network.remember(name, tensor)
+
+    def predict(self, output: Output) -> Tensor:
+        scores = output.logits.float().softmax(1)
+        factors = output.state.get(FACTORS)
+        if factors is None or len(factors) != scores.shape[1]:  # in the middle of a task
+            return scores
+        n_old = sum(output.task_sizes[:-1])
+        best_is_new = scores.argmax(1, keepdim=True) >= n_old
+        return torch.where(best_is_new, scores * factors, scores)

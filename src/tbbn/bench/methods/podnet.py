@@ -1,0 +1,30 @@
+"""PODNet (Douillard et al., 2020): pooled outputs distillation of every stage, and a classifier of several proxies a class.
+
+L = NCA + sqrt(C_seen / C_new) [pod_flat * mean_n (1 - cos(f_n, f_n^old)) + pod_spatial * POD], see
+:mod:`tbbn.bench.methods.proxy` for the rest. The weights are those of the authors for CIFAR-100; for ImageNet they are 10 and
+8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tbbn.bench.methods.base import Losses
+from tbbn.bench.methods.proxy import ProxyMethod
+from tbbn.bench.methods.terms import cosine_distance, pod_spatial
+from tbbn.bench.models import Output
+
+
+@dataclass(frozen=True)
+class PodNet(ProxyMethod):
+    name = "podnet"
+    description = "distillation of pooled maps, a classifier of several proxies a class"
+
+    pod_flat: float = 1.0
+    pod_spatial: float = 3.0
+
+    def distillation(self, output: Output, previous: Output) -> Losses:
+        return {
+            "pod_flat": self.pod_flat * cosine_distance(output.features, previous.features),
+            "pod_spatial": self.pod_spatial * pod_spatial(output.stages, previous.stages),
+        }

@@ -1,0 +1,82 @@
+"""What PODNet and AFC share: a classifier of several proxies a class, its NCA loss, and a phase that trains the classifier alone.
+
+The main phase trains the backbone, the scale eta and the new proxies with L = NCA + distillation; the latter is each
+method's own. New proxies start at the k-means centres of their class's features, of the mean length of the old ones.
+From the second task on the proxies of all classes are then trained on the class-balanced exemplars.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tbbn.bench.data.batches import Batch
+from tbbn.bench.methods.base import Losses, Method, Phase, Stage
+from tbbn.bench.methods.terms import k_means, nca
+from tbbn.bench.models import Head, Network, Output, ProxyHead
+
+
+@dataclass(frozen=True)
+class ProxyMethod(Method):
+    needs_previous = True
+    last_relu = False
+    limits: ClassVar = {"n_proxies": (0, math.inf), "finetune_lr": (0, math.inf)}
+
+    n_proxies: int = 10
+    finetune_epochs: int = 20
+    finetune_lr: float = 0.05
+
+    def make_head(self, n_features: int) -> Head:
+        return ProxyHead(n_features, self.n_proxies)
+
+    def phases(self, stage: Stage) -> tuple[Phase, ...]:
+        main = Phase(trainable="newest")
+        if not stage.number or not stage.memory.budget or not self.finetune_epochs:
+            return (main,)
+        finetune = Phase(
+            "finetune",
+            rows="exemplars",
+            loss="finetune_loss",
+            trainable="head",
+            epochs=self.finetune_epochs,
+            lr=self.finetune_lr,
+            schedule="constant",
+            keep="last",  # the current task's validation rows alone would choose the least balanced epoch
+            uses_previous=False,
+        )
+        return main, finetune
+
+    def parameters(self, network: Network, trainable: str) -> list[nn.Parameter]:
+        """As in any method, but "head" is the proxies alone: the scale is fixed by the main phase."""
+        return list(network.head.weights) if trainable == "head" else super().parameters(network, trainable)
+
+    def before_task(self, stage: Stage) -> None:
+        if not stage.number:
+            return
+        head = stage.network.head
+        assert isinstance(head, ProxyHead)
+        rows = stage.task.train
+        features, labels = F.normalize(stage.outputs(rows).features.float(), dim=1), stage.labels(rows)
+        generator = stage.generator("proxies")
+        centres = [k_means(features[labels == c], self.n_proxies, generator) for c in stage.task.classes]
+        length = torch.cat([old.detach().flatten(0, 1) for old in head.weights[:-1]]).norm(dim=1).mean()
+        head.set_proxies(stage.number, torch.stack(centres) * length)
+
+    def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
+        losses = self.finetune_loss(batch, output, previous)
+        if previous is None:
+            return losses
+        # The more classes there are to keep and the fewer to learn, the more distillation.
+        factor = math.sqrt(batch.n_classes / (batch.n_classes - batch.n_old_classes))
+        return losses | {name: factor * term for name, term in self.distillation(output, previous).items()}
+
+    def finetune_loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
+        return {"nca": nca(output.logits, batch.labels)}
+
+    def distillation(self, output: Output, previous: Output) -> Losses:
+        raise NotImplementedError

@@ -1,0 +1,44 @@
+"""Separated softmax for incremental learning (Ahn et al., 2021).
+
+L = mean_n CE_n + kd * sum_k T^2 KL(softmax(o_k^old / T) || softmax(o_k / T)). The softmax of CE_n runs over the new
+classes alone for a row of a new class, over the old classes alone for a row of an old one; k runs over the heads of the
+past tasks, KL is a mean over all rows. The first task is plain cross-entropy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tbbn.bench.data.batches import Batch
+from tbbn.bench.methods.base import Losses, Method
+from tbbn.bench.methods.terms import cross_entropy, soft_kl
+from tbbn.bench.models import Output
+
+
+@dataclass(frozen=True)
+class SeparatedSoftmax(Method):
+    """``kd_last_task_only`` reproduces a mistake of the paper's program: of the sum over k only the last term is left."""
+
+    name = "ssil"
+    description = "separated softmax and task-wise distillation"
+    needs_previous = True
+    limits: ClassVar = {"temperature": (0, math.inf)}
+
+    kd: float = 1.0
+    temperature: float = 2.0
+    kd_last_task_only: bool = False
+
+    def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
+        is_new = torch.arange(batch.n_classes, device=batch.labels.device) >= batch.n_old_classes
+        other = (batch.labels >= batch.n_old_classes)[:, None] != is_new
+        losses = {"ce": cross_entropy(output.logits.masked_fill(other, -torch.inf), batch.labels)}
+        if previous is not None:
+            pairs = list(zip(output.heads(), previous.heads(), strict=False))  # the newest head has no counterpart
+            if self.kd_last_task_only:
+                pairs = pairs[-1:]
+            losses["kd"] = self.kd * torch.stack([soft_kl(new, old, self.temperature) for new, old in pairs]).sum()
+        return losses

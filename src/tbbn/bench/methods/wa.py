@@ -1,0 +1,39 @@
+"""Weight aligning (Zhao et al., 2020): after a task the new classes' weights are made as long as the old ones'.
+
+L = (1 - l) CE + l * KD, l = C_old / C_all, KD the cross-entropy of all old logits with the teacher's at temperature T.
+After the training the newest head's weights are multiplied by mean |w_old| / mean |w_new|; offsets stay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tbbn.bench.data.batches import Batch
+from tbbn.bench.methods.base import Losses, Method, Stage
+from tbbn.bench.methods.terms import cross_entropy, norm_ratio, shared_distillation
+from tbbn.bench.models import Output
+
+
+@dataclass(frozen=True)
+class WeightAligning(Method):
+    name = "wa"
+    description = "distillation, then new weights rescaled to the length of old ones"
+    needs_previous = True
+    limits: ClassVar = {"temperature": (0, math.inf)}
+
+    temperature: float = 2.0
+
+    def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
+        if previous is None:
+            return {"ce": cross_entropy(output.logits, batch.labels)}
+        return shared_distillation(output.logits, batch.labels, previous.logits, self.temperature)
+
+    @torch.no_grad()
+    def after_training(self, stage: Stage) -> None:
+        if stage.number:
+            *old, new = stage.network.head.weights
+            new.mul_(norm_ratio(torch.cat(old), new))

@@ -1,0 +1,78 @@
+"""Backbones, growing heads, and the network that joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tbbn.accelerators.fused import Conv2d
+from tbbn.bench.models import resnet, torchvision
+from tbbn.bench.models.base import Backbone, Features, seeded_init
+from tbbn.bench.models.heads import CosineHead, Head, LinearHead, ProxyHead
+from tbbn.bench.models.network import Network, Output
+from tbbn.bench.models.small import SmallNet
+from tbbn.errors import UserError, unknown_name
+
+__all__ = [
+    "Backbone",
+    "Conv2d",
+    "CosineHead",
+    "Features",
+    "Head",
+    "LinearHead",
+    "Network",
+    "Output",
+    "ProxyHead",
+    "backbone",
+    "backbones",
+    "seeded_init",
+]
+
+_DEPTHS_18, _DEPTHS_34 = (2, 2, 2, 2), (3, 4, 6, 3)
+
+# name: (description, build(in_channels, last_relu))
+_BACKBONES: dict[str, tuple[str, Callable[[int, bool], Backbone]]] = {
+    "small": ("three conv-norm-ReLU blocks, 32-64-64 channels, for 8 to 32 px", SmallNet),
+    "resnet20": ("CIFAR ResNet, 3 x 3 blocks, 16-32-64 channels", partial(resnet.cifar_resnet, 20)),
+    "resnet32": ("CIFAR ResNet, 3 x 5 blocks, 16-32-64 channels (the paper's)", partial(resnet.cifar_resnet, 32)),
+    "resnet56": ("CIFAR ResNet, 3 x 9 blocks, 16-32-64 channels", partial(resnet.cifar_resnet, 56)),
+    "resnet110": ("CIFAR ResNet, 3 x 18 blocks, 16-32-64 channels", partial(resnet.cifar_resnet, 110)),
+    "resnet32-podnet": ("PODNet's CIFAR ResNet: 5-5-4-1 blocks, no ReLU after a sum", resnet.podnet_resnet32),
+    "resnet18": ("ImageNet ResNet-18 (the paper's)", partial(resnet.imagenet_resnet, _DEPTHS_18)),
+    "resnet34": ("ImageNet ResNet-34", partial(resnet.imagenet_resnet, _DEPTHS_34)),
+    "resnet18-small": (
+        "ResNet-18 with a 3x3 stem of stride 1 and the max pool",
+        partial(resnet.imagenet_resnet, _DEPTHS_18, small_stem=True),
+    ),
+    "resnet18-podnet": (
+        "PODNet's ImageNet ResNet-18: resnet18-small without ReLU at the stage ends",
+        partial(resnet.imagenet_resnet, _DEPTHS_18, small_stem=True, podnet=True),
+    ),
+    "resnet18-reduced": ("ResNet-18 of the online survey: 20 to 160 channels, no max pool", resnet.reduced_resnet18),
+    "shufflenet-v2": ("ShuffleNet-V2 x1.0 of torchvision", torchvision.shufflenet_v2),
+    "mobilenet-v2": ("MobileNet-V2 of torchvision", torchvision.mobilenet_v2),
+    "mnasnet-0.5": ("MnasNet x0.5 of torchvision", torchvision.mnasnet_05),
+}
+
+
+def backbones() -> dict[str, str]:
+    """Every backbone's name and what it is."""
+    return {name: description for name, (description, _) in _BACKBONES.items()}
+
+
+def backbone(
+    name: str, *, in_channels: int = 3, last_relu: bool = True, generator: torch.Generator | None = None
+) -> Backbone:
+    """A fresh backbone with `nn.BatchNorm2d` norms, its weights drawn from `generator` alone.
+
+    `last_relu=False` takes away the ReLU before the pooling, so that features may be negative (LUCIR, PODNet).
+    """
+    if name not in _BACKBONES:
+        raise unknown_name("backbone", name, _BACKBONES)
+    if in_channels < 1:
+        raise UserError(f"backbone {name!r}: in_channels must be at least 1, got {in_channels}.")
+    _, build = _BACKBONES[name]
+    with seeded_init(generator):
+        return build(in_channels, last_relu)

@@ -1,0 +1,152 @@
+"""Classifiers that grow by one block of parameters a task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tbbn.bench.models.base import seeded_init
+from tbbn.errors import UserError
+
+
+def _joined(blocks: Iterable[Tensor]) -> Tensor:
+    parts = list(blocks)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Head(nn.Module):
+    """Maps features (N, D) to logits (N, `n_classes`), the classes of task 0 first.
+
+    `weights[t]` belongs to task t. Growing adds a block and leaves the earlier ones the very same Parameters, so an
+    optimiser or a frozen block stays valid.
+    """
+
+    _anchor: Tensor
+
+    def __init__(self, n_features: int) -> None:
+        super().__init__()
+        self.n_features = n_features
+        self.task_sizes: list[int] = []
+        self.weights = nn.ParameterList()
+        # Follows the module through .to(...): a head without classes already knows where its first block belongs.
+        self.register_buffer("_anchor", torch.empty(0), persistent=False)
+
+    @property
+    def n_classes(self) -> int:
+        return sum(self.task_sizes)
+
+    def grow(self, n: int, generator: torch.Generator | None = None) -> None:
+        """Adds a task of n classes, its parameters drawn on the CPU and moved to where the head is."""
+        if n < 1:
+            raise UserError(f"{type(self).__name__}.grow: a task needs at least 1 class, got {n}.")
+        with seeded_init(generator):
+            self._grow(n)
+        self.task_sizes.append(n)
+
+    def _grow(self, n: int) -> None:
+        raise NotImplementedError
+
+    def _place(self, parameter: Tensor) -> nn.Parameter:
+        return nn.Parameter(parameter.detach().to(self._anchor))
+
+    def scores(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The logits, and the similarity they scale where the head has one; both (N, `n_classes`)."""
+        raise NotImplementedError
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.scores(features)[0]
+
+    def block(self, task: int) -> list[nn.Parameter]:
+        """The parameters that belong to one task's classes alone."""
+        return [self.weights[task]]
+
+    def freeze_old(self, frozen: bool = True) -> None:
+        """Takes the gradient from every block but the newest, or with `frozen=False` gives it back to all of them."""
+        for task in range(len(self.task_sizes) - 1):
+            for parameter in self.block(task):
+                parameter.requires_grad_(not frozen)
+                if frozen:
+                    parameter.grad = None  # an optimiser would still step along a gradient left over
+
+    def joined_weights(self) -> Tensor:
+        """The weights of all classes, task 0 first: (`n_classes`, ...)."""
+        if not self.task_sizes:
+            raise UserError(f"{type(self).__name__}: the head has no classes yet; call grow(n) first.")
+        return _joined(self.weights)
+
+    def extra_repr(self) -> str:
+        return f"n_features={self.n_features}, task_sizes={self.task_sizes}"
+
+
+class LinearHead(Head):
+    """One affine map a task, torch's default initialisation; the logits are those of all tasks side by side."""
+
+    def __init__(self, n_features: int) -> None:
+        super().__init__(n_features)
+        self.biases = nn.ParameterList()
+
+    def _grow(self, n: int) -> None:
+        linear = nn.Linear(self.n_features, n)
+        self.weights.append(self._place(linear.weight))
+        self.biases.append(self._place(linear.bias))
+
+    def block(self, task: int) -> list[nn.Parameter]:
+        return [self.weights[task], self.biases[task]]
+
+    def scores(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        # Joining the small weights costs two launches; a product a task would cost one launch each, twice over.
+        return F.linear(features, self.joined_weights(), _joined(self.biases)), None
+
+
+class CosineHead(Head):
+    """LUCIR's classifier: logit = eta * cos(f, w), with one learnable scale eta for all classes, 1 at first."""
+
+    def __init__(self, n_features: int) -> None:
+        super().__init__(n_features)
+        self.eta = nn.Parameter(torch.ones(()))
+
+    def _grow(self, n: int) -> None:
+        bound = 1 / math.sqrt(self.n_features)
+        self.weights.append(self._place(torch.empty(n, self.n_features).uniform_(-bound, bound)))
+
+    def scores(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        cosine = F.linear(F.normalize(features, dim=1), F.normalize(self.joined_weights(), dim=1))
+        return self.eta * cosine, cosine
+
+
+class ProxyHead(Head):
+    """PODNet's local similarity classifier (Douillard et al., 2020): `n_proxies` weight vectors a class.
+
+    With s_k = -|f/|f| - w_k/|w_k||^2 = 2 cos(f, w_k) - 2 the similarity of a class is sum_k softmax_k(gamma s)_k s_k;
+    logit = eta * similarity, eta learnable, 1 at first. `weights[t]` is (classes, `n_proxies`, D).
+    """
+
+    def __init__(self, n_features: int, n_proxies: int = 10, gamma: float = 1.0) -> None:
+        super().__init__(n_features)
+        self.n_proxies = n_proxies
+        self.gamma = gamma
+        self.eta = nn.Parameter(torch.ones(()))
+
+    def _grow(self, n: int) -> None:
+        weights = torch.randn(n, self.n_proxies, self.n_features) / math.sqrt(self.n_features)
+        self.weights.append(self._place(weights))
+
+    @torch.no_grad()
+    def set_proxies(self, task: int, centres: Tensor) -> None:
+        """Writes `centres` (classes, `n_proxies`, D) over the proxies of a task, in place."""
+        weights = self.weights[task]
+        if centres.shape != weights.shape:
+            wanted, got = tuple(weights.shape), tuple(centres.shape)
+            raise UserError(f"ProxyHead.set_proxies: task {task} takes centres of shape {wanted}, got {got}.")
+        weights.copy_(centres)
+
+    def scores(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        proxies = F.normalize(self.joined_weights(), dim=2).flatten(0, 1)
+        near = 2 * F.linear(F.normalize(features, dim=1), proxies) - 2  # (N, classes * proxies)
+        near = near.unflatten(1, (-1, self.n_proxies))
+        similarity = (near * (self.gamma * near).softmax(2)).sum(2)
+        return self.eta * similarity, similarity

@@ -1,0 +1,217 @@
+"""What a run leaves behind: its config, its environment, every accuracy, and how it ended.
+
+Each file answers for itself, since several cannot be replaced at one instant: a SHA-256 over all of its bytes stands in it
+(:func:`seal`), but for the config's, which stands in the record. The config is written before the first record and does not
+change; predictions are written before the record that counts them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import secrets
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tbbn
+from tbbn.bench import metrics
+from tbbn.bench.config import RunConfig, flatten, resolve, to_dict, to_toml
+from tbbn.bench.runs import schema
+from tbbn.errors import UserError
+
+SCHEMA = 2
+CONFIG, RECORD, PREDICTIONS = "config.toml", "record.json", "predictions.safetensors"
+# Everything a run writes into its folder, and an overwriting one deletes first.
+FILES = (
+    CONFIG,
+    RECORD,
+    PREDICTIONS,
+    "checkpoint.safetensors",
+    "checkpoint.previous.safetensors",
+    "checkpoint.arriving.safetensors",
+    "task-*.safetensors",
+)
+DERIVED = ("metrics", "config_sha256", "sha256")  # in the file, but not of the record
+NO_SEAL = "0" * 64  # where a seal will stand
+
+
+@dataclass
+class Record:
+    """The result of a run. Accuracies are shares of 1; row ``t`` of a matrix holds tasks 0 to ``t`` after learning task ``t``."""
+
+    config: dict[str, Any]
+    schema: int = SCHEMA
+    status: str = "running"
+    message: str = ""  # why it ended, where not by finishing
+    environment: dict[str, Any] = field(default_factory=dict)
+    class_order: list[int] = field(default_factory=list)
+    task_sizes: list[int] = field(default_factory=list)
+    accuracy: list[list[float]] = field(default_factory=list)  # class-IL: the task of an image is not known
+    task_il: list[list[float]] = field(default_factory=list)  # task-IL: it is known
+    errors: list[dict[str, int]] = field(default_factory=list)  # after each task: C->C, C->P, P->C, P->P
+    exemplars: list[int] = field(default_factory=list)  # rows in memory after each task
+    splits: list[int] = field(default_factory=list)  # r* of a whole batch in each task
+    history: list[dict[str, Any]] = field(default_factory=list)  # one entry an epoch
+    skipped: list[str] = field(default_factory=list)  # image files left out because they cannot be read
+    weights: list[str] = field(default_factory=list)  # SHA-256 of the network's state after each task
+    resumed: list[dict[str, Any]] = field(default_factory=list)  # environments of later sessions, where they differ
+    seconds: float = 0.0  # of training and evaluation, over all sessions
+    predictions: dict[str, torch.Tensor] = field(default_factory=dict)  # class of every test image, by task learnt
+
+    @property
+    def run_config(self) -> RunConfig:
+        return resolve(("record", flatten(self.config)))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Every metric of what has been learnt so far; empty before the first task is done."""
+        if not self.accuracy:
+            return {}
+        sizes = self.task_sizes[: len(self.accuracy)]
+        return metrics.summary(self.accuracy, weights=sizes, task_il=self.task_il)
+
+    def tree(self) -> dict[str, Any]:
+        """The record as JSON has it: all but the tensors."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "predictions"}
+
+    def to_json(self, **more: str) -> str:
+        return json.dumps({**self.tree(), "metrics": self.metrics, **more}, indent=1) + "\n"
+
+    def save(self, directory: Path) -> None:
+        """Write ``config.toml``, ``record.json`` and the predictions; each file is whole or absent, whenever the power goes."""
+        directory.mkdir(parents=True, exist_ok=True)
+        config = to_toml(self.run_config).encode()
+        _write_new(directory / CONFIG, config)
+        if self.predictions:
+            from safetensors.torch import save
+
+            _write_new(directory / PREDICTIONS, seal(save(self.predictions, metadata={"sha256": NO_SEAL})))
+        text = self.to_json(config_sha256=hashlib.sha256(config).hexdigest(), sha256=NO_SEAL)
+        write_atomic(directory / RECORD, seal(text.encode()))
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write what is not there yet."""
+    if not path.exists() or path.read_bytes() != content:
+        write_atomic(path, content)
+
+
+_SEAL = re.compile(rb'"sha256": ?"([0-9a-f]{64})"')
+
+
+def seal(content: bytes) -> bytes:
+    """The content with its SHA-256, taken with zeros in its place, in the first ``"sha256"`` of its JSON."""
+    found = _SEAL.search(content)
+    assert found is not None and found[1] == NO_SEAL.encode()
+    sealed = bytearray(content)
+    sealed[slice(*found.span(1))] = hashlib.sha256(content).hexdigest().encode()
+    return bytes(sealed)
+
+
+def seal_problem(content: bytes) -> str:
+    """What is wrong with a file that was sealed; nothing, if every byte is as it was written."""
+    found = _SEAL.search(content)
+    if found is None:
+        return "damaged: its checksum is not there."
+    blank = bytearray(content)
+    blank[slice(*found.span(1))] = NO_SEAL.encode()
+    sealed = hashlib.sha256(blank).hexdigest().encode() == found[1]
+    return "" if sealed else "damaged: its content does not match its checksum."
+
+
+def load_record(path: str | Path) -> Record:
+    """The record in a run directory, or in a file; one that is not as it was written is an error."""
+    path = Path(path)
+    file = path / RECORD if path.is_dir() else path
+    try:
+        content = file.read_bytes()
+        tree = json.loads(content.decode())
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path}: {_instead(path)}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not a record: {error}.") from None
+    # Of what a newer version wrote it is said first that it is newer.
+    ours = isinstance(tree, dict) and "sha256" in tree and tree.get("schema") in range(1, SCHEMA + 1)
+    if ours and (problem := seal_problem(content)):
+        raise UserError(f"{file}: {problem} Delete it and start its run again: the checkpoint holds the record too.")
+    return record_from(tree, str(file))
+
+
+def _instead(path: Path) -> str:
+    """What to say about a path without a record: whether it is a folder of runs."""
+    inside = sorted(file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{RECORD}"))
+    if not inside:
+        return "no run here; a run's folder holds a record.json."
+    return f"holds {len(inside)} runs, not one; give one of them, such as {inside[0]}."
+
+
+def record_from(tree: Any, where: str) -> Record:
+    """The record of a parsed ``record.json``; ``where`` names it in errors."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("schema"), int):
+        raise UserError(f"{where}: not a record: it has no schema number.")
+    if tree["schema"] > SCHEMA:
+        raise UserError(
+            f"{where}: written by a newer version (schema {tree['schema']}, this one reads up to {SCHEMA})."
+        )
+    known = {k: v for k, v in tree.items() if k not in DERIVED}
+    if not isinstance(known.get("config"), dict):
+        raise UserError(f"{where}: not a record: it has no config.")
+    if wrong := schema.problem(known):
+        raise UserError(f"{where}: not a record: {wrong}")
+    try:
+        return Record(**known)
+    except TypeError as error:
+        raise UserError(f"{where}: not a record: {error}.") from None
+
+
+def new_record(config: RunConfig) -> Record:
+    found = environment()
+    return Record(to_dict(config), environment=found | ({"threads": config.threads} if config.threads else {}))
+
+
+def environment() -> dict[str, Any]:
+    """What a number may depend on besides the config."""
+    found = {
+        "tbbn": tbbn.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return found
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write beside the target, flush to the disk, rename over it: a reader sees the old file or the new one."""
+    # Not by tempfile: its files are for their owner alone, and a record is for whoever may read the folder.
+    name = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(name, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException as error:
+        name.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # which of a write or a flush does not say what could not be written
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+
+
+def sweep_up(directory: Path) -> None:
+    """Delete what a process that was killed in :func:`write_atomic` left there."""
+    for file in directory.glob(".*"):
+        if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{8}", file.name):
+            file.unlink(missing_ok=True)

@@ -1,0 +1,126 @@
+"""Is a record true? Check every file of a run, and recompute what the record says from the predictions it kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tbbn.bench import metrics
+from tbbn.bench.config import read_toml, resolve, to_dict
+from tbbn.bench.engine.evaluate import confusion_of, evaluated_rows
+from tbbn.bench.engine.loop import scenario_of
+from tbbn.bench.engine.validate import load_source
+from tbbn.bench.runs import checkpoint
+from tbbn.bench.runs.record import CONFIG, PREDICTIONS, RECORD, Record, record_from, seal_problem
+from tbbn.errors import UserError
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at, and what is wrong with it; nothing, if ``problem`` is empty."""
+
+    subject: str
+    problem: str = ""
+
+
+def verify(directory: Path) -> list[Finding]:
+    """Look at everything a run's folder holds. Needs the data set, for its labels; trains nothing."""
+    findings = [_sealed(directory / RECORD), *_checkpoints(directory)]
+    try:
+        tree = json.loads((directory / RECORD).read_text())
+        record = record_from(tree, RECORD)
+        sealed = record.schema > 1
+        findings.append(_config(directory, record, tree.get("config_sha256", "") if sealed else None))
+        if sealed and (directory / PREDICTIONS).exists():
+            findings.append(_sealed(directory / PREDICTIONS))
+        return findings + _recomputed(directory, record, tree.get("metrics", {}))
+    except Exception as error:
+        if isinstance(error, UserError) and not any(finding.problem for finding in findings):
+            raise
+        # What a damaged file says, or one that someone else has sealed, may fail in any way.
+        return [*findings, Finding("contents", f"cannot be recomputed: {error}")]
+
+
+def _sealed(file: Path) -> Finding:
+    content = file.read_bytes()
+    if file.name == RECORD and b'"schema": 1,' in content and b'"sha256"' not in content:  # from before checksums
+        return Finding(f"{RECORD} (without a checksum)")
+    return Finding(file.name, seal_problem(content))
+
+
+def _checkpoints(directory: Path) -> list[Finding]:
+    names = [checkpoint.NEWEST, checkpoint.BEFORE, *sorted(f.name for f in directory.glob("task-*.safetensors"))]
+    findings = []
+    for name in names:
+        if (directory / name).exists():
+            try:
+                checkpoint.read(directory / name)
+            except UserError as error:
+                findings.append(Finding(name, str(error)))
+            else:
+                findings.append(Finding(name))
+    return findings
+
+
+def _config(directory: Path, record: Record, digest: str | None) -> Finding:
+    file = directory / CONFIG
+    try:
+        found = to_dict(resolve((str(file), read_toml(file))))
+    except UserError as error:
+        return Finding(CONFIG, str(error))
+    finding = _compare(CONFIG, to_dict(record.run_config), found)
+    if not finding.problem and digest is not None and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+        return Finding(CONFIG, "damaged: its content does not match the checksum in the record.")
+    return finding
+
+
+def _recomputed(directory: Path, record: Record, stored: dict[str, Any]) -> list[Finding]:
+    """What the record says, against what its predictions and the data's labels give."""
+    config = record.run_config
+    findings = [_compare("metrics", stored, record.metrics)]
+    predictions = _predictions(directory)
+    wanted = {f"task{t}" for t in range(len(record.accuracy))}
+    # Predictions are written before the record: a run that was killed in between has more of them than it counts.
+    if wanted - predictions.keys() or (record.status == "finished" and predictions.keys() - wanted):
+        names = ", ".join(sorted(predictions)) or "none"
+        problem = f"there are {len(record.accuracy)} tasks but predictions for: {names}."
+        return [*findings, Finding("predictions", problem)]
+    source = load_source(config, download=False)
+    scenario = scenario_of(config, source)
+    findings.append(_compare("class order", record.class_order, list(scenario.class_order)))
+    for t in range(len(record.accuracy)):
+        rows = [evaluated_rows(config, task) for task in scenario.tasks[: t + 1]]
+        labels, predicted = scenario.test_labels[torch.cat(rows)], predictions[f"task{t}"].long()
+        if len(labels) != len(predicted):
+            problem = f"{len(predicted)} predictions for {len(labels)} test images."
+            findings.append(Finding(f"accuracy after task {t + 1}", problem))
+            continue
+        hits = (predicted == labels).split([len(part) for part in rows])
+        findings.append(
+            _compare(f"accuracy after task {t + 1}", record.accuracy[t], [h.double().mean().item() for h in hits])
+        )
+        classes = scenario.tasks[t].classes
+        errors = metrics.confusion_error_types(confusion_of(labels, predicted, classes.stop), classes.start)
+        findings.append(_compare(f"error types after task {t + 1}", record.errors[t], errors))
+    return findings
+
+
+def _predictions(directory: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = directory / PREDICTIONS
+    try:
+        return load_file(file) if file.exists() else {}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: damaged ({error}).") from None
+
+
+def _compare(subject: str, stored: object, computed: object) -> Finding:
+    return Finding(subject, "" if stored == computed else f"the record says {stored}, recomputed it is {computed}.")

@@ -1,0 +1,327 @@
+"""The other normalisation layers of the comparison, each with batch norm's constructor so that any model can take it.
+
+All accept (N, C, *) input. Where the code released with the paper departs from a layer's own publication, the publication is
+the default and the departure an option (docs/norms.md lists them).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tbbn.errors import UserError
+from tbbn.nn.functional import move, statistics_dtype
+from tbbn.nn.modules import BalancedNorm, recomputing
+from tbbn.nn.plan import Layout
+
+
+class AnyDims:
+    """Accepts what ``nn.BatchNorm1d/2d/3d`` accept together; mixed in before a batch norm class."""
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        if x.dim() < 2:
+            raise ValueError(f"{type(self).__name__}: expected input of shape (N, C, ...), got {tuple(x.shape)}.")
+
+
+def check_groups(owner: str, groups: int, channels: int, name: str = "groups") -> None:
+    if groups < 1 or channels % groups:
+        fitting = [d for d in range(1, channels + 1) if channels % d == 0]
+        raise UserError(f"{owner}: {name}={groups} does not divide {channels} channels; choose one of {fitting}.")
+
+
+def pixels_last(x: Tensor) -> Tensor:
+    """``x`` (N, C, ...) as (N, C, pixels) in the type statistics are computed in."""
+    x = x.to(statistics_dtype(x))
+    return x.flatten(2) if x.dim() > 2 else x.unsqueeze(2)
+
+
+def scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The affine map of a norm, channel by channel, where it has one."""
+    shape = (1, -1) + (1,) * (y.dim() - 2)
+    if weight is not None:
+        y = y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
+
+
+class InstanceNorm(nn.GroupNorm):
+    """Each channel of each sample by its own mean and variance (Ulyanov et al., 2016), with a learnable affine map."""
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__(num_features, num_features, eps, affine, device, dtype)
+
+
+class GroupNorm(nn.GroupNorm):
+    """Groups of channels of each sample by their own mean and variance (Wu and He, 2018).
+
+    ``channels_per_group`` takes precedence over ``groups`` where given: the released code read its number that way.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        groups: int = 16,
+        channels_per_group: int | None = None,
+    ) -> None:
+        if channels_per_group is not None:
+            check_groups("gn", channels_per_group, num_features, "channels_per_group")
+            groups = num_features // channels_per_group
+        check_groups("gn", groups, num_features)
+        super().__init__(groups, num_features, eps, affine, device, dtype)
+
+
+class ContinualNorm(AnyDims, _BatchNorm):
+    """Group norm without an affine map, then batch norm (Pham et al., ICLR 2022); the state is the batch norm's."""
+
+    def __init__(self, num_features: int, *args: Any, groups: int = 16, **kwargs: Any) -> None:
+        check_groups("cn", groups, num_features)
+        super().__init__(num_features, *args, **kwargs)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.group_norm(x, self.groups, eps=self.eps))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, groups={self.groups}"
+
+
+class SwitchableNorm(AnyDims, _BatchNorm):
+    """A learnt mixture of instance, layer and batch statistics (Luo et al., ICLR 2019).
+
+    Means and variances have three softmax weights each. Running statistics are the batch part's. ``unbiased`` divides the
+    instance variance by ``H W - 1``, as the released code of both papers does; the publication divides by ``H W``.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        unbiased: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.mean_weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype))
+        self.var_weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype))
+        self.unbiased = unbiased
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        rows = pixels_last(x)
+        var_in, mean_in = torch.var_mean(rows, 2, unbiased=self.unbiased)  # (N, C)
+        # The variance of a whole is the mean of its parts' variances and the variance of their means.
+        var_ln, mean_ln = torch.var_mean(mean_in, 1, unbiased=False, keepdim=True)
+        var_ln = var_ln + var_in.mean(1, keepdim=True)
+        if self.training or self.running_mean is None or self.running_var is None:
+            var_bn, mean_bn = torch.var_mean(mean_in, 0, unbiased=False)
+            var_bn = var_bn + var_in.mean(0)
+            self._run(mean_bn, var_bn, rows.shape[0] * rows.shape[2])
+        else:
+            mean_bn, var_bn = self.running_mean.to(rows.dtype), self.running_var.to(rows.dtype)
+        wm, wv = self.mean_weight.softmax(0), self.var_weight.softmax(0)
+        mean = wm[0] * mean_in + wm[1] * mean_ln + wm[2] * mean_bn
+        inv = (wv[0] * var_in + wv[1] * var_ln + wv[2] * var_bn + self.eps).rsqrt()
+        y = (rows - mean.unsqueeze(2)) * inv.unsqueeze(2)
+        return scaled(y, self.weight, self.bias).view(x.shape).to(x.dtype)
+
+    @torch.no_grad()
+    def _run(self, mean: Tensor, var: Tensor, n: int) -> None:
+        if self.running_mean is None or self.running_var is None or not (self.training and self.track_running_stats):
+            return
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        momentum = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)  # type: ignore[arg-type]
+        move(self.running_mean, mean, momentum)
+        move(self.running_var, var * n / max(n - 1, 1), momentum)
+
+
+class BatchRenorm(AnyDims, _BatchNorm):
+    """Batch norm corrected towards its running statistics (Ioffe, 2017).
+
+    ``y = (x - mu_B) / sigma_B * r + d`` with ``r = clip(sigma_B / sigma, 1/r_max, r_max)`` and
+    ``d = clip((mu_B - mu) / sigma, -d_max, d_max)``, both constants to the gradient. Following the publication the limits open
+    from (1, 0) at step 5 000 to r_max at 40 000 and d_max at 25 000, and the moving average is one of sigma, with rate 0.01.
+    The buffers are batch norm's (``sigma = sqrt(running_var + eps)``), so in eval mode the layer is batch norm.
+
+    ``eps_on_std`` adds ``eps`` to the standard deviation instead of the variance, as the released code did (with 1e-3).
+    """
+
+    own_momentum = True  # converted layers take 0.01, not the replaced layer's rate
+
+    @property
+    def is_batch_norm_in_eval(self) -> bool:
+        return not self.eps_on_std
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.01,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        r_max: float = 3.0,
+        d_max: float = 5.0,
+        eps_on_std: bool = False,
+    ) -> None:
+        if momentum is None or not track_running_stats:
+            raise UserError("brn: batch renormalisation needs running statistics and a momentum, such as 0.01.")
+        super().__init__(num_features, eps, momentum, affine, True, device, dtype)
+        self.r_max, self.d_max, self.eps_on_std = r_max, d_max, eps_on_std
+
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        step = self.num_batches_tracked.float()  # type: ignore[union-attr]
+        r_max = (1 + (self.r_max - 1) * (step - 5_000) / 35_000).clamp(1.0, self.r_max)
+        d_max = (self.d_max * (step - 5_000) / 20_000).clamp(0.0, self.d_max)
+        return r_max, d_max
+
+    def _sigma(self, var: Tensor) -> Tensor:
+        return var.sqrt() + self.eps if self.eps_on_std else (var + self.eps).sqrt()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        assert self.running_mean is not None and self.running_var is not None
+        if not self.training and not self.eps_on_std:
+            return super().forward(x)
+        shape = (1, -1) + (1,) * (x.dim() - 2)
+        rows = x.to(statistics_dtype(x))
+        if self.training:
+            y = self._renormalise(rows, shape)
+        else:
+            sigma = self._sigma(self.running_var.to(rows.dtype))
+            y = (rows - self.running_mean.view(shape)) / sigma.view(shape)
+        return scaled(y, self.weight, self.bias).to(x.dtype)
+
+    def _renormalise(self, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        if rows.numel() == rows.shape[1]:
+            raise ValueError(
+                f"BatchRenorm: expected more than 1 value per channel in training, got {tuple(rows.shape)}."
+            )
+        var, mean = torch.var_mean(rows, [d for d in range(rows.dim()) if d != 1], unbiased=False)
+        sigma = self._sigma(var)
+        with torch.no_grad():
+            old_mean, old_sigma = self.running_mean.to(rows.dtype), self._sigma(self.running_var.to(rows.dtype))
+            r_max, d_max = self._limits()
+            r = torch.clamp(sigma / old_sigma, 1 / r_max, r_max)
+            d = torch.clamp((mean - old_mean) / old_sigma, -d_max, d_max)
+            new_sigma = old_sigma.lerp(sigma, self.momentum)
+            self.running_mean.copy_(old_mean.lerp(mean, self.momentum))
+            self.running_var.copy_(
+                (new_sigma - self.eps).square() if self.eps_on_std else new_sigma.square() - self.eps
+            )
+            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        return (rows - mean.view(shape)) * (r / sigma).view(shape) + d.view(shape)
+
+
+class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
+    """AdaB2N (Lyu et al., NeurIPS 2023): task weights that adapt, and a running average that does.
+
+    With ``c_k`` rows of task ``k`` in the batch, task ``k`` weighs ``(exp(w_k) + c_k) / sum`` with learnable ``w``; a row
+    weighs its task's weight over ``c_k``. The rate of the running statistics falls from ``m^kappa`` towards
+    ``1 - (1 - m)^kappa``. ``penalty`` holds ``strength`` times the squared distance between the batch's and the running
+    statistics; :func:`tbbn.penalty` collects it from a model for the loss.
+
+    Rows' tasks come from ``balance(..., task_ids=...)``; without it memory rows count as spread evenly over past tasks.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        max_tasks: int = 100,
+        kappa: float = 1.0,
+        strength: float = 0.1,
+    ) -> None:
+        if momentum is None or not track_running_stats:
+            raise UserError("adab2n: needs running statistics and a momentum, such as 0.1.")
+        super().__init__(num_features, eps, momentum, affine, True, device, dtype)
+        self.task_logits = nn.Parameter(torch.zeros(max_tasks, device=device, dtype=dtype))
+        self.register_buffer("rate", torch.zeros((), device=device))
+        self.max_tasks, self.kappa, self.strength = max_tasks, kappa, strength
+        self.penalty: Tensor | None = None
+
+    def prepare(self, layout: Layout) -> Tensor:
+        n_tasks = layout.past_tasks + 1
+        if n_tasks > self.max_tasks:
+            raise UserError(f"adab2n: max_tasks is {self.max_tasks} but this is task {n_tasks}; raise it.")
+        # On a device the check would wait for it.
+        if layout.task_ids is not None and layout.task_ids.is_cpu and layout.rows:
+            low, high = (int(t) for t in layout.task_ids.aminmax())
+            if low < 0 or high >= n_tasks:
+                raise UserError(
+                    f"balance: task_ids must lie in 0..{n_tasks - 1} for past_tasks={n_tasks - 1}, got {low}..{high}."
+                )
+        return layout.membership(self.task_logits.device, statistics_dtype(self.task_logits))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "penalty": None}
+
+    def _run(self, mean: Tensor, var: Tensor) -> None:
+        assert self.momentum is not None and isinstance(self.rate, Tensor)
+        assert self.running_mean is not None and self.running_var is not None
+        first = torch.full_like(self.rate, self.momentum**self.kappa)
+        following = self.rate / (self.rate + (1 - self.momentum) ** self.kappa)
+        self.rate.copy_(torch.where(self.rate == 0, first, following))
+        move(self.running_mean, mean, self.rate)
+        move(self.running_var, var, self.rate)
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        layout = self.layout_of(x)
+        if self.training:
+            self.penalty = None
+        if layout is None:
+            return super().forward(x)
+        if not layout.past_tasks:
+            return self.plain(x)
+        assert self.running_mean is not None and self.running_var is not None
+        rows = pixels_last(x)
+        member = self.prepared(layout).to(rows.dtype)  # (B, tasks)
+        counts = member.sum(0)
+        concentration = self.task_logits[: member.shape[1]].to(rows.dtype).exp() + counts
+        share = concentration / concentration.sum() / counts.clamp_min(torch.finfo(counts.dtype).tiny)
+        # An absent task keeps its share, as published. No matrix products here: autocast would round them.
+        weights = (member * torch.where(counts > 0, share, 0)).sum(1, keepdim=True)  # (B, 1)
+        mean = (weights * rows.mean(2)).sum(0)  # (C,)
+        centred = rows - mean.view(1, -1, 1)
+        var = (weights * centred.square().mean(2)).sum(0)
+        if not recomputing():
+            with torch.no_grad():
+                self._run(mean, var)
+        if self.strength:
+            running_mean, running_var = (
+                self.running_mean.to(mean.dtype, copy=True),
+                self.running_var.to(var.dtype, copy=True),
+            )
+            self.penalty = self.strength * (F.mse_loss(mean, running_mean) + F.mse_loss(var, running_var))
+        y = centred * (var + self.eps).rsqrt().view(1, -1, 1)
+        return scaled(y, self.weight, self.bias).view(x.shape).to(x.dtype)
+
+
+def penalty(module: nn.Module) -> Tensor | None:
+    """The sum of what norms of ``module`` ask to be added to the loss of their last training forward; None if none does."""
+    found = [m.penalty for m in module.modules() if isinstance(m, AdaptiveBalancedNorm) and m.penalty is not None]
+    return torch.stack(found).sum() if found else None

@@ -1,0 +1,243 @@
+"""Swap the norms of a model, swap them back, and tell them about the batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from tbbn.errors import UserError, unknown_name
+from tbbn.nn import comparison as variants
+from tbbn.nn import modules as layers
+from tbbn.nn.plan import Layout, PlanOptions, make_layout
+
+# One class for every kind of batch norm it may replace, or one for all. A new norm is one line here.
+NORMS: dict[str, type[nn.Module] | tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
+    "bn": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    "in": variants.InstanceNorm,
+    "gn": variants.GroupNorm,
+    "sn": variants.SwitchableNorm,
+    "brn": variants.BatchRenorm,
+    "cn": variants.ContinualNorm,
+    "tbbn": (layers.TaskBalancedBatchNorm1d, layers.TaskBalancedBatchNorm2d, layers.TaskBalancedBatchNorm3d),
+    "adab2n": variants.AdaptiveBalancedNorm,
+    "weighted": (layers.WeightedBatchNorm1d, layers.WeightedBatchNorm2d, layers.WeightedBatchNorm3d),
+}
+DESCRIPTIONS = {
+    "bn": "batch norm",
+    "in": "instance norm",
+    "gn": "group norm (groups=16)",
+    "sn": "switchable norm: a learnt mixture of instance, layer and batch statistics",
+    "brn": "batch renormalisation",
+    "cn": "continual norm: group norm, then batch norm (groups=16)",
+    "tbbn": "task-balanced batch norm (rule, case, memory, total_variance)",
+    "adab2n": "adaptive balance of batch norm (kappa, strength, max_tasks)",
+    "weighted": "batch norm with one set of statistics in which every task weighs the same",
+}
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def register(name: str, norm: type[nn.Module], description: str = "") -> None:
+    """Make a norm of your own known by name; its constructor takes ``num_features`` and what it shares with batch norm."""
+    NORMS[name] = norm
+    DESCRIPTIONS[name] = description
+
+
+def convert(module: nn.Module, norm: str = "tbbn", **options: Any) -> nn.Module:
+    """Replace every batch norm in ``module`` by ``norm``, in place; return the module (or its replacement).
+
+    Weights, buffers, training mode, device and dtype are kept; a batch norm used in several places stays one object.
+    ``options`` go to the new layers: ``convert(model, "gn", groups=8)``.
+
+    >>> type(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]).__name__
+    'TaskBalancedBatchNorm2d'
+    """
+    if norm not in NORMS:
+        raise unknown_name("norm", str(norm), NORMS)
+    _check_options(norm, options)
+    return _replace(module, lambda old: _make(norm, old, options))
+
+
+def revert(module: nn.Module) -> nn.Module:
+    """Replace the layers made by :func:`convert` by plain batch norm again: to deploy, to export, to share.
+
+    Outputs in eval mode stay the same. A norm that is not batch norm in eval mode cannot be reverted: a clear error.
+    """
+
+    def plain(old: nn.Module) -> nn.Module:
+        if type(old) in _PLAIN or getattr(old, "is_batch_norm_in_eval", False):
+            return _make("bn", old, {})
+        raise UserError(f"revert: {type(old).__name__} is not batch norm in eval mode and cannot become one.")
+
+    return _replace(module, plain)
+
+
+def is_balanced(module: nn.Module) -> bool:
+    """Whether any layer of ``module`` takes a layout from :func:`balance`."""
+    return any(isinstance(m, layers.BalancedNorm) for m in module.modules())
+
+
+class balance:
+    """Tell the task-balanced layers of a model what the batch is made of, around its training forward.
+
+    ``with tbbn.balance(model, current=48, memory=16, past_tasks=t): loss = criterion(model(images), labels)``
+
+    Args:
+        module: a model with layers made by :func:`tbbn.convert`.
+        current, memory: how many rows are of the task being learnt, and how many are replayed; current rows come first.
+        is_memory: instead of the counts, for a shuffled batch: a bool per row (kept on the CPU it costs no device wait).
+        past_tasks: how many tasks were learnt before this one; 0 in the first task.
+        task_ids: each row's task, 0-based; only AdaB2N uses it.
+
+    Layouts hold inside the block only and may be nested; each model has its own. Teachers in eval mode are untouched.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        current: int | None = None,
+        memory: int | None = None,
+        is_memory: Tensor | None = None,
+        past_tasks: int,
+        task_ids: Tensor | None = None,
+    ) -> None:
+        self.layout = make_layout(current, memory, is_memory, past_tasks, task_ids)
+        self.layers = [m for m in module.modules() if isinstance(m, layers.BalancedNorm)]
+        if not self.layers:
+            raise UserError(
+                f"balance: {type(module).__name__} has no task-balanced layer; call tbbn.convert(model) once, before training."
+            )
+
+        self.before: list[
+            list[tuple[Layout | None, Any]]
+        ] = []  # a stack: the same block may be entered again inside itself
+
+    def __enter__(self) -> None:
+        prepared = [
+            layer.prepare(self.layout) for layer in self.layers
+        ]  # what cannot be taken raises before anything is set
+        self.before.append([(layer._layout, layer._prepared) for layer in self.layers])
+        for layer, ready in zip(self.layers, prepared, strict=True):
+            layer.set_layout(self.layout, ready)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for layer, before in zip(self.layers, self.before.pop(), strict=True):
+            layer.set_layout(*before)
+
+
+def _replace(module: nn.Module, make: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    if _is_norm(module):
+        return make(module)
+    # All are made before any is put in place: an error leaves the model as it was.
+    made: dict[nn.Module, nn.Module] = {m: make(m) for m in module.modules() if _is_norm(m)}
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child in made:  # a layer used in several places stays one object
+                parent._modules[name] = made[child]
+    return module
+
+
+def _is_norm(module: nn.Module) -> bool:
+    known = [c for norm in NORMS for c in _classes(norm)]
+    if any(isinstance(module, c) and type(module).forward is c.forward for c in known):
+        return True
+    if not isinstance(module, _BatchNorm):
+        return False
+    if isinstance(module, _LazyNormBase):
+        return True
+    # An activation fused into it, or synchronisation between processes, would be lost without a word.
+    raise UserError(
+        f"convert: {type(module).__name__} is a batch norm with a forward of its own; "
+        "put nn.BatchNorm2d in its place first."
+    )
+
+
+def _classes(norm: str) -> tuple[type[nn.Module], ...]:
+    entry = NORMS[norm]
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """A layer of kind ``norm`` in the place of ``old``, sharing its parameters and buffers."""
+    classes = _classes(norm)
+    cls = classes[_dims(old) - 1] if len(classes) == 3 else classes[0]
+    if type(old) is cls and not options:
+        return old
+    if isinstance(old, _LazyNormBase):
+        return _make_lazy(cls, old, options)
+    shared = {
+        "eps": old.eps,
+        "momentum": getattr(old, "momentum", 0.1),
+        "affine": old.weight is not None,
+        "track_running_stats": getattr(old, "track_running_stats", True),
+    }
+    if getattr(cls, "own_momentum", False):
+        del shared["momentum"]
+    tensor = next((t for t in (old.weight, getattr(old, "running_mean", None)) if t is not None), None)
+    if tensor is not None:
+        shared |= {"device": tensor.device, "dtype": tensor.dtype}
+    accepted = _accepted(cls)
+    channels = old.num_channels if isinstance(old, nn.GroupNorm) else old.num_features
+    new = cls(channels, **{k: v for k, v in shared.items() if k in accepted} | options)
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        if getattr(new, name, None) is not None and getattr(old, name, None) is not None:
+            setattr(new, name, getattr(old, name))
+    if old.weight is not None and old.bias is None:  # torch 2.13 knows a batch norm with a weight alone
+        new.bias = None
+    new.__dict__["norm_dims"] = _dims(old)
+    return new.train(old.training)
+
+
+def _make_lazy(cls: type[nn.Module], old: _LazyNormBase, options: dict[str, Any]) -> nn.Module:
+    """A layer that learns its channels from the first batch, as ``old`` does."""
+    if cls not in _PLAIN and not issubclass(cls, layers.PlannedNorm):
+        raise UserError(
+            f"convert: {type(old).__name__} does not know its channels yet; run one batch through the model first."
+        )
+    lazy = type(f"Lazy{cls.__name__}", (_LazyNormBase, cls), {"cls_to_become": cls, "__module__": cls.__module__})
+    new = lazy(old.eps, old.momentum, old.affine, old.track_running_stats)
+    if options:
+        ready = cls(1, **options)
+        new.options, new.output_statistics = ready.options, ready.output_statistics
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        setattr(new, name, getattr(old, name))
+    return new.train(old.training)
+
+
+def _dims(module: nn.Module) -> int:
+    cls: type[nn.Module] = getattr(type(module), "cls_to_become", type(module))  # of a lazy one
+    for dims, plain in enumerate(_PLAIN, start=1):
+        if issubclass(cls, plain):
+            return dims
+    return getattr(module, "norm_dims", 2)
+
+
+def _accepted(cls: type[nn.Module]) -> set[str]:
+    """The names a norm's constructor takes, through its bases where it passes keywords on."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        if base is layers.PlannedNorm or not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    if issubclass(cls, layers.PlannedNorm):
+        options = {"output_statistics", *(f.name for f in fields(PlanOptions))} - {"kind"}
+        names = names | options if cls.kind == "tbbn" else names - options
+    return names - {"self", "num_features"}
+
+
+def _check_options(norm: str, options: dict[str, Any]) -> None:
+    accepted = _accepted(_classes(norm)[-1]) - {"device", "dtype"}
+    for name in options:
+        if name not in accepted:
+            raise unknown_name(f"option of norm {norm!r}:", name, accepted)

@@ -1,0 +1,300 @@
+"""Who is normalised with whom: the split rule, the layout of a batch, and the plan made from it.
+
+A batch is ``[current ; memory]``: rows of the task being learnt, and rows replayed from the tasks before it. Task-balanced
+batch norm divides the current rows into ``r`` splits, gives every split all memory rows, normalises each split by its own
+statistics and averages what a memory row received (Cha et al., CVPR 2023, section 4.2). All of that is one 0/1 matrix
+``member (r, B)``: divided by its row sums it gathers statistics, divided by its column sums it hands them back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tbbn.errors import UserError, unknown_name
+
+RULES = ("paper", "current", "uneven")
+
+
+def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> int:
+    """The number of splits ``r*`` for a batch of ``current`` new rows and ``memory`` rows of ``past_tasks`` earlier tasks.
+
+    Balance asks for ``r = current / memory * past_tasks``. A rule says which whole numbers may stand for it:
+
+    - ``"paper"``: the largest common divisor of both counts that is at most ``r``;
+    - ``"current"``: the largest divisor of ``current`` that is at most ``r`` (memory rows are copied, never divided, so
+      their number need not be divisible);
+    - ``"uneven"``: ``r`` rounded, with splits whose sizes differ by at most one row.
+
+    Where a rule finds nothing above 1 although ``r >= 2`` (a short last batch, say), uneven splits are used.
+
+    >>> [splits(48, 16, past) for past in range(10)]
+    [1, 2, 4, 8, 8, 8, 16, 16, 16, 16]
+    >>> [splits(48, 16, past, rule="current") for past in range(10)]
+    [1, 3, 6, 8, 12, 12, 16, 16, 24, 24]
+    >>> splits(47, 16, 3)
+    9
+    """
+    for name, value in (("current", current), ("memory", memory), ("past_tasks", past_tasks)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"splits: {name} must be a whole number, got {value!r}.")
+        if value < 0:
+            raise UserError(f"splits: {name} must not be negative, got {value}.")
+    if rule not in RULES:
+        raise unknown_name("split rule", str(rule), RULES)
+    if not (current and memory and past_tasks):
+        return 1
+    wanted = current * past_tasks  # r as the fraction wanted / memory
+    uneven = max(1, min((2 * wanted + memory) // (2 * memory), current))
+    if rule == "uneven":
+        return uneven
+    whole = math.gcd(current, memory) if rule == "paper" else current
+    best = max([1] + [d for d in range(2, whole + 1) if whole % d == 0 and d * memory <= wanted])
+    return uneven if best == 1 and wanted >= 2 * memory else best
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which rows of a batch are memory, and how many tasks they come from. Made by :func:`tbbn.balance`."""
+
+    current: int
+    memory: int
+    past_tasks: int
+    is_memory: Tensor | None = None  # (B,) bool on the CPU; None: rows [0, current) are current
+    task_ids: Tensor | None = None  # (B,) int64, 0-based; only AdaB2N asks for it
+
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what layers share
+
+    @property
+    def rows(self) -> int:
+        return self.current + self.memory
+
+    def memory_mask(self) -> Tensor:  # (B,) bool
+        if self.is_memory is not None:
+            return self.is_memory
+        return torch.arange(self.rows, device="cpu") >= self.current
+
+    def plan(
+        self,
+        options: PlanOptions | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> Plan | None:
+        """The plan of this batch, or None where it is plain batch norm."""
+        options, device = options or PlanOptions(), device or torch.device("cpu")
+        return self._once((options, device, dtype), lambda: _build(self, options, device, dtype))
+
+    def membership(self, device: torch.device, dtype: torch.dtype) -> Tensor:  # (B, tasks)
+        """Which task each row belongs to; a memory row of unknown task to every past one in equal parts."""
+        return self._once((device, dtype), lambda: _membership(self).to(device, dtype))
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if torch.compiler.is_compiling():  # a cache filled while tracing would be a reason to trace again
+            return make()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def make_layout(
+    current: int | None, memory: int | None, is_memory: Tensor | None, past_tasks: int, task_ids: Tensor | None
+) -> Layout:
+    """Check what the user said about a batch; every mistake is one line."""
+    if is_memory is not None:
+        if current is not None or memory is not None:
+            raise UserError("balance: give either current and memory, or is_memory, not both.")
+        if not isinstance(is_memory, Tensor) or is_memory.dtype != torch.bool or is_memory.dim() != 1:
+            what = f"{is_memory.dtype} {tuple(is_memory.shape)}" if isinstance(is_memory, Tensor) else repr(is_memory)
+            raise TypeError(f"balance: is_memory must be a 1-d bool tensor with one entry per row, got {what}.")
+        is_memory = is_memory.cpu()  # plans are small: made on the CPU, then moved
+        memory = int(is_memory.sum())
+        current = is_memory.numel() - memory
+    elif current is None or memory is None:
+        raise UserError("balance: give both current and memory (row counts), or is_memory (a bool per row).")
+    for name, value in (("current", current), ("memory", memory), ("past_tasks", past_tasks)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"balance: {name} must be a whole number, got {value!r}.")
+        if value < 0:
+            raise UserError(f"balance: {name} must not be negative, got {value}.")
+    if task_ids is not None:
+        if not isinstance(task_ids, Tensor) or task_ids.dtype not in (torch.int64, torch.int32) or task_ids.dim() != 1:
+            raise TypeError("balance: task_ids must be a 1-d integer tensor with one 0-based task number per row.")
+        if task_ids.numel() != current + memory:
+            raise UserError(
+                f"balance: task_ids has {task_ids.numel()} entries but the layout covers {current + memory} rows."
+            )
+    if is_memory is None and task_ids is None and not torch.compiler.is_compiling():
+        return _counted(current, memory, past_tasks)
+    return Layout(current, memory, past_tasks, is_memory, task_ids)
+
+
+@cache
+def _counted(current: int, memory: int, past_tasks: int) -> Layout:
+    """One layout for all batches with the same counts, and so one plan; kept for good: a CUDA graph may go on reading it."""
+    return Layout(current, memory, past_tasks)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Two small constant matrices that say everything the layer must know about a batch.
+
+    ``gather`` and ``scatter`` are the W and V of the documentation: row ``b`` of a batch of ``rows`` rows contributes
+    ``gather[j, b]`` to the statistics of group ``j``, and is normalised with ``scatter[b, j]`` of them. ``blend``, where
+    given, averages group statistics before they are used: ``scatter`` then speaks of blended groups. ``running[j]`` is the
+    share of group ``j`` in the running statistics, ``sizes[j]`` the rows counted for its unbiased variance.
+    """
+
+    rows: int
+    gather: Tensor  # (r, B), rows sum to 1
+    scatter: Tensor  # (B, r) or (B, blended), rows sum to 1
+    running: Tensor  # (r,), sums to 1
+    sizes: Tensor  # (r,)
+    blend: Tensor | None = None  # (blended, r)
+    total_variance: bool = False  # running variance includes the variance between groups
+
+    _per_pixels: dict[int, PerPixel] = field(default_factory=dict, init=False, repr=False)
+    _moved: dict[Any, Plan] = field(default_factory=dict, init=False, repr=False)
+
+    def per_pixel(self, pixels: int) -> PerPixel:
+        """What depends on the number of pixels, made once for each image size."""
+        if torch.compiler.is_compiling():  # a cache filled while tracing would be a reason to trace again
+            return self._per_pixel(pixels)
+        found = self._per_pixels.get(pixels)
+        if found is None:
+            # Made on the CPU and copied: a result still being computed on one CUDA stream must not be shared with others.
+            device, dtype = self.gather.device, self.gather.dtype
+            made = self.to(torch.device("cpu"), dtype)._per_pixel(pixels)
+            found = self._per_pixels[pixels] = PerPixel(*(t.to(device) for t in made))
+        return found
+
+    def _per_pixel(self, pixels: int) -> PerPixel:
+        counts, shared = self.sizes * pixels, self.gather.amin(0)
+        return PerPixel(
+            gather=self.gather / pixels,
+            shared=shared / (shared.sum() * pixels),
+            gather_back=(self.gather.t() / -pixels).contiguous(),
+            scatter_back=self.scatter.t().contiguous(),
+            running_var=self.running * counts / (counts - 1),
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Plan:
+        if self.gather.device == device and self.gather.dtype == dtype:
+            return self
+        found = self._moved.get((device, dtype))
+        if found is None:
+            tensors: dict[str, Any] = {k: v.to(device, dtype) for k, v in vars(self).items() if isinstance(v, Tensor)}
+            found = replace(self, **tensors)
+            if not torch.compiler.is_compiling():
+                self._moved[device, dtype] = found
+        return found
+
+
+class PerPixel(NamedTuple):
+    gather: Tensor  # (r, B), makes group means of row sums
+    shared: Tensor  # (B,), makes of them the mean of the rows that are in all groups
+    gather_back: Tensor  # (B, r), minus the transpose of gather
+    scatter_back: Tensor  # (r, B)
+    running_var: Tensor  # (r,), shares in the running variance, with the factor n / (n - 1) of the unbiased one
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Which plan a layer wants; the default is the paper's layer.
+
+    ``case`` selects an ablation of the paper (Table 6): 1 balances the running statistics alone, 2 the normalisation alone,
+    3 normalises every row with the average of the split statistics, 4 is batch norm but for the count in the unbiased
+    variance. ``memory="own"`` normalises memory row ``m`` with split ``m mod r`` only, as the first preprint did.
+    """
+
+    kind: str = "tbbn"  # or "weighted": one group, every task with equal weight
+    rule: str = "paper"
+    case: int = 0
+    memory: str = "averaged"
+    total_variance: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise unknown_name("split rule", str(self.rule), RULES)
+        if self.case not in (0, 1, 2, 3, 4):
+            raise UserError(f"tbbn: case must be 0 (the layer itself) or an ablation 1 to 4, got {self.case!r}.")
+        if self.memory not in ("averaged", "own"):
+            raise unknown_name("treatment of memory rows", str(self.memory), ("averaged", "own"))
+        if self.kind == "weighted" and replace(self, kind="tbbn") != PlanOptions():
+            raise UserError("weighted: it has no splits, so rule, case, memory and total_variance do not apply.")
+
+
+def _build(layout: Layout, options: PlanOptions, device: torch.device, dtype: torch.dtype) -> Plan | None:
+    """Plans are small and need some care: made on the CPU in double precision, then moved."""
+    if not (layout.current and layout.memory and layout.past_tasks):
+        return None
+    if options.kind == "weighted":
+        return _weighted(layout).to(device, dtype)
+    r = splits(layout.current, layout.memory, layout.past_tasks, options.rule)
+    if r == 1:
+        return None
+    plan = _split(layout, r, options)
+    return (_ablated(plan, options.case) if options.case else plan).to(device, dtype)
+
+
+def _split(layout: Layout, r: int, options: PlanOptions) -> Plan:
+    is_memory = layout.memory_mask()
+    # The i-th current row belongs to split i mod r; a memory row to all of them.
+    turn = torch.where(is_memory, (is_memory.cumsum(0) - 1) % r, ((~is_memory).cumsum(0) - 1) % r)
+    own = (turn == torch.arange(r, device="cpu").unsqueeze(1)).double()  # (r, B)
+    member = torch.where(is_memory, torch.ones_like(own), own)
+    sizes = member.sum(1)
+    gather = member / sizes.unsqueeze(1)
+    scatter = (own if options.memory == "own" else member / member.sum(0)).t().contiguous()
+    return Plan(layout.rows, gather, scatter, _ones(r) / r, sizes, total_variance=options.total_variance)
+
+
+def _weighted(layout: Layout) -> Plan:
+    """One group in which each of the ``past_tasks + 1`` tasks weighs the same."""
+    b, share = layout.rows, 1 / (layout.past_tasks + 1)
+    weights = torch.where(
+        layout.memory_mask(), _ones(b) * (1 - share) / layout.memory, _ones(b) * share / layout.current
+    )
+    return Plan(b, weights.unsqueeze(0), _ones(b, 1), _ones(1), b * _ones(1))
+
+
+def _ablated(plan: Plan, case: int) -> Plan:
+    """The paper's ablations are the same groups, or plain batch norm's one group, used for one purpose and not for another."""
+    r, b = plan.gather.shape
+    everyone, whole = _ones(b, 1), _ones(1, b) / b
+    if case == 3:  # all rows share the averaged statistics
+        return replace(plan, scatter=everyone, blend=_ones(1, r) / r)
+    if case == 4:  # batch statistics, repeated over the splits: batch norm but for the counted rows
+        return replace(plan, gather=whole, scatter=everyone, running=_ones(1), sizes=plan.sizes[:1])
+    gather, sizes = torch.cat([plan.gather, whole]), torch.cat([plan.sizes, b * _ones(1)])
+    if case == 1:  # normalise with the whole batch, run with the splits
+        scatter, running = torch.cat([0 * plan.scatter, everyone], 1), torch.cat([plan.running, 0 * _ones(1)])
+    else:  # case 2: normalise with the splits, run with the whole batch
+        scatter, running = torch.cat([plan.scatter, 0 * everyone], 1), torch.cat([0 * plan.running, _ones(1)])
+    return replace(plan, gather=gather, scatter=scatter, running=running, sizes=sizes)
+
+
+def _membership(layout: Layout) -> Tensor:
+    if layout.task_ids is not None:
+        tasks = torch.arange(layout.past_tasks + 1, device=layout.task_ids.device)
+        return layout.task_ids.unsqueeze(1) == tasks
+    tasks = torch.arange(layout.past_tasks + 1, device="cpu")
+    current = (tasks == layout.past_tasks).double()
+    past = (1 - current) / max(layout.past_tasks, 1)
+    return torch.where(layout.memory_mask().unsqueeze(1), past, current)
+
+
+@cache
+def whole_batch(rows: int, device: torch.device) -> Plan:
+    """Plain batch norm as a plan: one group of all rows. Kept for good: a CUDA graph may go on reading it."""
+    plan = Plan(rows, _ones(1, rows) / rows, _ones(rows, 1), _ones(1), rows * _ones(1))
+    return plan.to(device, torch.float32)
+
+
+def _ones(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.double, device="cpu")

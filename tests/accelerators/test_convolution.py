@@ -1,0 +1,373 @@
+"""The convolution as a layer: nn.Conv2d bit for bit on the CPU; networks through its kernels (see ``tests/interpreter.py``)."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreter import INTERPRETED, RUNNING, apart, here, interpret, on_device, tf32
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
+
+import tbbn
+from tbbn.accelerators.fused import Conv2d, Convolved, convolved
+from tbbn.bench.models.base import Features, seeded_init
+from tbbn.bench.models.resnet import BasicBlock, ResNet
+from tbbn.bench.models.small import SmallNet
+
+if RUNNING:
+    from tbbn.accelerators.triton import conv as launched
+    from tbbn.accelerators.triton import norm as kernels
+    from tbbn.accelerators.triton import norm_launch as launches
+
+
+@here
+def test_the_layer_passes_on_the_interpreter():
+    interpret(__file__)
+
+
+@pytest.fixture(autouse=True)
+def float32_is_exact():
+    with tf32(False):
+        yield
+
+
+@pytest.fixture
+def through(monkeypatch) -> list[int | None]:
+    """Convolutions and norms go through the kernels, on any device; the parts of the moments that each norm is given."""
+    parts: list[int | None] = []
+    norm = kernels.planned_norm
+
+    def planned_norm(*args: Any, moments: Tensor | None = None, **options: Any) -> Any:
+        parts.append(None if moments is None else moments.shape[2])
+        return norm(*args, moments=moments, **options)
+
+    def chosen(layer: Conv2d, x: Tensor) -> Any:
+        return launched if layer._suits(x) and x.dtype != torch.float64 else None
+
+    def norms(x: Tensor, plan: Any) -> Any:
+        return kernels if kernels.available(x, plan) else None
+
+    if INTERPRETED:  # which takes its time for every program, and little more for a large one
+        tiles = launches._tiles
+
+        def few(*args: Any) -> Any:
+            found = tiles(*args)
+            large = launches._Tile(found.batch, 1024, 16)
+            return found._replace(sums=large, apply=large, block=16)
+
+        monkeypatch.setattr(launches, "_tiles", few)
+    monkeypatch.setattr(Conv2d, "_kernels", chosen)
+    monkeypatch.setattr(kernels, "planned_norm", planned_norm)
+    monkeypatch.setattr(tbbn.nn.modules, "cuda_kernels", norms)
+    return parts
+
+
+def seed(value: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(value)
+
+
+def noise(*shape: int, value: int = 0) -> Tensor:
+    return torch.randn(shape, generator=seed(value))
+
+
+def layer(n_in: int = 16, n_out: int = 16, size: Any = 3, **options: Any) -> Conv2d:
+    given = {"padding": size // 2 if isinstance(size, int) else 1, "bias": False, **options}
+    with seeded_init(seed()):
+        return Conv2d(n_in, n_out, size, **given)
+
+
+# -- On the CPU, and with hooks ---------------------------------------------------------------------------------------------
+
+
+@here
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2}, {"bias": True}, {"groups": 2}, {"padding": 0}, {"padding_mode": "reflect"}], ids=str
+)
+def test_on_the_cpu_it_is_nn_conv2d_bit_for_bit(options):
+    ours = layer(**options)
+    theirs = nn.Conv2d(16, 16, 3, **{"padding": 1, "bias": False, **options})
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x = noise(2, 16, 7, 6).requires_grad_()
+    out, again, moments = ours.convolved(x)
+    want = theirs(x)
+    assert again is x and moments is None
+    assert torch.equal(ours(x), want) and torch.equal(out, want)
+    ones = torch.ones_like(want)
+    grads = [torch.autograd.grad(y, (x, *conv.parameters()), ones) for y, conv in ((out, ours), (want, theirs))]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert repr(ours) == repr(theirs)
+
+
+HOOKS = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
+
+
+def hooked(conv: Conv2d, hook: str) -> list[str]:
+    """The calls of such a hook, from now on."""
+    calls: list[str] = []
+
+    def called(*_: Any) -> None:
+        calls.append(hook)
+
+    getattr(conv, f"register_{hook}")(called)
+    return calls
+
+
+@here
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("call", [Conv2d.__call__, Conv2d.convolved], ids=["call", "convolved"])
+def test_hooks_fire_on_the_cpu(call, hook):
+    conv = layer()
+    calls = hooked(conv, hook)
+    result = call(conv, noise(2, 16, 3, 3).requires_grad_())
+    (result.out if isinstance(result, Convolved) else result).sum().backward()
+    assert calls == [hook]
+
+
+@on_device
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_layer_with_hooks_is_called(device, through, hook):
+    conv = layer(size=1).to(device)
+    x = noise(2, 16, 16, 16).to(device).requires_grad_()
+    assert conv.convolved(x).moments is not None
+    calls = hooked(conv, hook)
+    out, again, moments = conv.convolved(x)
+    out.sum().backward()
+    assert calls == [hook]
+    assert again is x and moments is None
+    assert apart(out, F.conv2d(x.double(), conv.weight.double())) < 1e-6
+
+
+# -- Which convolutions go through the kernels ------------------------------------------------------------------------------
+
+
+X = torch.empty(2, 16, 6, 5)
+
+
+@here
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_convolutions_of_few_channels_suit(size, stride):
+    assert layer(size=size, stride=stride)._suits(X)
+    assert layer(size=size, stride=stride)._suits(X.clone().requires_grad_())
+    assert layer(64, 48, size, stride=stride)._suits(torch.empty(2, 64, 6, 5))
+    assert layer(3, 64, size, stride=stride)._suits(torch.empty(2, 3, 6, 5))
+
+
+UNSUITED = {
+    "no batch": (X[0], {}),
+    "size 5": (X, {"size": 5}),
+    "size 1x3": (X, {"size": (1, 3), "padding": (0, 1)}),
+    "stride 3": (X, {"stride": 3}),
+    "stride 1x2": (X, {"stride": (1, 2)}),
+    "no padding": (X, {"padding": 0}),
+    "padding by name": (X, {"padding": "same"}),
+    "padding of 1x1": (X, {"size": 1, "padding": 1}),
+    "mirrored padding": (X, {"padding_mode": "reflect"}),
+    "dilation": (X, {"dilation": 2}),
+    "groups": (X, {"groups": 2}),
+    "bias": (X, {"bias": True}),
+    "80 in": (torch.empty(2, 80, 6, 5), {"n_in": 80}),
+    "80 out": (X, {"n_out": 80}),
+    "20 out": (X, {"n_out": 20}),
+    "20 in, with a gradient": (torch.empty(2, 20, 6, 5).requires_grad_(), {"n_in": 20}),
+    "no images": (X[:0], {}),
+    "no pixels": (X[:, :, :0], {}),
+    "many pixels": (torch.empty(2, 16, 256, 257, device="meta"), {}),
+}
+
+
+@here
+@pytest.mark.parametrize(("x", "options"), UNSUITED.values(), ids=UNSUITED)
+def test_every_other_convolution_is_torchs(x, options):
+    assert not layer(**options)._suits(x)
+
+
+@here
+def test_as_many_pixels_as_allowed_suit():
+    assert layer()._suits(torch.empty(2, 16, 256, 256, device="meta"))
+
+
+class Cuda(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@on_device
+def test_the_kernels_are_chosen_by_device_type_and_tf32(device, monkeypatch):
+    conv, x = layer(), noise(2, 16, 4, 4).as_subclass(Cuda)
+    assert layer().half()._kernels(x.half()) is launched
+    assert layer().bfloat16()._kernels(x.bfloat16()) is launched
+    assert conv._kernels(x) is None
+    assert layer().half()._kernels(x.half()[0]) is None
+    assert layer().half()._kernels(noise(2, 16, 4, 4).half()) is None
+    with torch.autocast("cpu", torch.float16):
+        assert conv._kernels(x) is launched
+    with tf32(True):
+        assert conv._kernels(x) is launched
+        assert layer().double()._kernels(x.double()) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert conv._kernels(x) is None
+
+
+@on_device
+def test_autocast_leaves_float64_alone(device):
+    conv, x = layer().double(), noise(2, 16, 4, 4).double()
+    with torch.autocast("cpu", torch.float16):
+        assert nn.Conv2d.forward(conv, x).dtype == torch.float64
+        assert conv._kernels(x.as_subclass(Cuda)) is None
+
+
+# -- The layer and networks through the kernels -----------------------------------------------------------------------------
+
+
+@on_device
+def test_moments_come_along_in_training_only(device, through):
+    conv, x = layer(size=1).to(device), noise(2, 16, 16, 16).to(device)
+    trained = conv.convolved(x)
+    assert trained.moments is not None
+    seen = conv.eval().convolved(x)
+    assert seen.moments is None
+    assert torch.equal(seen.out, trained.out) and torch.equal(conv(x), trained.out)
+
+
+@on_device
+@pytest.mark.parametrize("own", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("n_in", [3, 16], ids=["images", "features"])
+def test_autocast_decides_the_type_and_gradients_return_in_the_parameters_own(device, through, own, n_in):
+    conv = layer(n_in, size=1, stride=2).to(device, own)
+    x, grad = noise(2, n_in, 7, 6).to(device).requires_grad_(n_in == 16), noise(2, 16, 4, 3, value=1).half().to(device)
+    with torch.autocast(device, torch.float16):
+        out, again, _ = conv.convolved(x)
+        assert torch.equal(conv(x), out)
+    assert out.dtype == torch.float16
+    assert torch.equal(again, x) and again.dtype == torch.float32  # not what was rounded for the product
+    inputs = [t for t in (x, conv.weight) if t.requires_grad]
+    got = torch.autograd.grad(out, inputs, grad)
+    exact = [t.detach().half().double().requires_grad_() for t in (x, conv.weight)]
+    want = F.conv2d(*exact, stride=2)
+    assert apart(out, want) < 4e-4
+    for a, b, t in zip(got, torch.autograd.grad(want, exact[-len(inputs) :], grad.double()), inputs, strict=True):
+        assert a.dtype == t.dtype
+        assert apart(a, b) < 4e-4
+
+
+def conv(layer: Conv2d, x: Tensor) -> Tensor:
+    return F.conv2d(x, layer.weight, stride=layer.stride, padding=layer.padding)
+
+
+def plain_block(block: BasicBlock, x: Tensor) -> Tensor:
+    out = block.bn2(conv(block.conv2, block.bn1(conv(block.conv1, x)).relu()))
+    if block.downsample is None:
+        return out + x
+    shortcut, norm = block.downsample
+    return out + norm(conv(shortcut, x))
+
+
+def plain_resnet(net: ResNet, images: Tensor) -> Features:
+    """The network of torch's convolutions, sums and ReLUs, and of its own norms."""
+    x, stages = net.bn1(conv(net.conv1, images)).relu(), []
+    for i in range(net.n_stages):
+        blocks = getattr(net, f"layer{i + 1}")
+        for block in blocks[:-1]:
+            x = plain_block(block, x).relu()
+        stages.append(plain_block(blocks[-1], x))
+        x = stages[-1].relu()
+    return Features(x.mean((2, 3)), tuple(stages))
+
+
+def plain_small(net: SmallNet, images: Tensor) -> Features:
+    x, stages = images, []
+    for i, (layer, norm) in enumerate(zip(net.convs, net.norms, strict=True)):
+        stages.append(norm(conv(layer, x)))
+        x = stages[-1].relu()
+        x = F.max_pool2d(x, 2, ceil_mode=True) if i == 0 else x
+    return Features(x.mean((2, 3)), tuple(stages))
+
+
+def everything(net: nn.Module, out: Features, weights: list[Tensor]) -> dict[str, Tensor]:
+    """Outputs, the gradient of every parameter, and running statistics, by name."""
+    outputs = (out.pooled, *out.stages)
+    sum((y * w.to(y)).sum() for y, w in zip(outputs, weights, strict=True)).backward()
+    found = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    found |= {f"gradient of {name}": p.grad for name, p in net.named_parameters()}
+    return found | {name: b for name, b in net.named_buffers() if b.is_floating_point()}
+
+
+def check(net: ResNet | SmallNet, plain: Any, images: Tensor, balanced: bool) -> None:
+    """The network through the kernels in float32 against the plain one in float64."""
+    generator = seed(3)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for parameter, low in ((module.weight, 0.5), (module.bias, -0.5)):
+                parameter.data.copy_(torch.rand(parameter.shape, generator=generator) + low)
+    twin = copy.deepcopy(net).double()
+    twin, net = tbbn.convert(twin) if balanced else twin, tbbn.convert(net)
+    layout = {"current": len(images) * 3 // 4, "memory": len(images) // 4, "past_tasks": 3}
+    with tbbn.balance(net, **layout) if balanced else nullcontext():
+        out = net(images)
+    with tbbn.balance(twin, **layout) if balanced else nullcontext():
+        want_out = plain(twin, images.double())
+    weights = [noise(*y.shape, value=i) for i, y in enumerate((out.pooled, *out.stages))]
+    got, want = everything(net, out, weights), everything(twin, want_out, weights)
+    assert got.keys() == want.keys()
+    far = {name: apart(got[name], want[name]) for name in want}
+    assert {name: error for name, error in far.items() if not error < 2e-5} == {}
+
+
+NETWORKS = {
+    "two parts": ((32, 16), 2, (1,), False, [2] * 3),
+    "one part, balanced": ((16, 16), 4, (2,), True, [1] * 5),
+    "no parts, two stages": ((5, 6), 4, (1, 1), False, [None] * 6),
+}
+
+
+@on_device
+@pytest.mark.parametrize(("size", "n", "depths", "balanced", "parts"), NETWORKS.values(), ids=NETWORKS)
+def test_a_resnet_through_the_kernels_is_the_plain_one_in_float64(
+    device, through, monkeypatch, size, n, depths, balanced, parts
+):
+    monkeypatch.setattr(launches, "WHOLE_LIMIT", 0)  # so that moments which come along are used
+    with seeded_init(seed()):
+        net = ResNet(depths, [16] * len(depths)).to(device)
+    check(net, plain_resnet, noise(n, 3, *size).to(device), balanced)
+    assert through == parts
+
+
+@here
+def test_pooling_before_the_relu_changes_nothing_in_the_small_network():
+    with seeded_init(seed()):
+        net = SmallNet().double()
+    check(net, plain_small, noise(4, 3, 7, 7).double(), False)
+
+
+@on_device
+def test_torchs_own_convolution_serves_those_who_stand_between(device):
+    conv, x = layer().half(), noise(2, 16, 4, 4).half().as_subclass(Cuda)
+    assert conv._kernels(x) is launched
+    torch.func.vmap(lambda _: conv._kernels(x) is None or pytest.fail("launched"), out_dims=None)(torch.zeros(1))
+    with FlopCounterMode(display=False):
+        assert conv._kernels(x) is None
+    assert conv._kernels(x.float()) is None  # the weight is half: torch's error, not a silent cast
+
+
+@on_device
+def test_hooks_on_every_module_fire(device, through):
+    conv, calls = layer(size=1).to(device), []
+    with register_module_forward_hook(lambda module, args, out: calls.append(module)):
+        assert conv.convolved(noise(2, 16, 16, 16).to(device)).moments is None
+    assert calls == [conv]
+
+
+@on_device
+def test_moments_are_for_norms_that_take_them(device, through):
+    conv, x = layer(size=1).to(device), noise(2, 16, 16, 16).to(device)
+    assert convolved(conv, x, tbbn.TaskBalancedBatchNorm2d(16)).moments is not None
+    assert convolved(conv, x, nn.GroupNorm(4, 16)).moments is None

@@ -1,0 +1,213 @@
+"""The kernels compile for GPUs, without one: the interpreter takes much that a compiler does not, and spills are slow."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreter import here, tf32
+from torch import Tensor
+
+from tbbn.bench.data.augment import ResizedCrop
+from tbbn.nn.plan import Layout, PlanOptions, whole_batch
+
+triton = pytest.importorskip("triton")
+pytestmark = here
+
+
+WAIT = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+
+
+class Card:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 1000 + self.capability  # compiled kernels are kept by device: never to be taken for a real one's
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+@pytest.fixture
+def compiled(request, monkeypatch, tmp_path) -> list[tuple[str, bytes]]:
+    """Launches compile instead, for an H100 if not told otherwise; names and machine code of what they compiled."""
+    from tbbn.accelerators.triton import launch as launching
+
+    found: list[tuple[str, bytes]] = []
+    card = Card(getattr(request, "param", 90))
+
+    def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def compile_only(*args: Any, **options: Any) -> None:
+            assert all(n > 0 for n in grid)
+            asm = kernel.warmup(*args, grid=grid, **options).asm
+            # Kernels that may be put in place early, and only they, wait for what is before them before anything else.
+            early = options.get("launch_pdl", False)
+            steps = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global|cp\.async|red\.|atom\.", asm["ptx"])
+            assert steps[:2] == WAIT if early else not set(steps) & set(WAIT)
+            assert not early or card.capability >= 90
+            found.append((kernel.__name__, asm["cubin"]))
+
+        return compile_only
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.JITFunction, "__getitem__", launcher)
+    monkeypatch.setattr(triton.runtime.driver, "_active", card)
+    monkeypatch.setattr(launching, "_can", lambda device: card.capability >= 90)
+    return found
+
+
+def spilled(code: bytes, folder: Path) -> int:
+    """Bytes of local memory: what registers did not hold."""
+    file = folder / "code.cubin"
+    file.write_bytes(code)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    text = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
+    used = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert used is not None, text
+    return sum(map(int, used.groups()))
+
+
+def check(compiled: list[tuple[str, bytes]], names: set[str], folder: Path) -> None:
+    assert {name for name, _ in compiled} == names
+    assert {name: n for name, code in compiled if (n := spilled(code, folder))} == {}
+
+
+LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "memory_format"),
+    [
+        ((64, 16, 32, 32), torch.bfloat16, LAST),
+        ((64, 64, 8, 8), torch.float16, LAST),
+        ((64, 64, 56, 56), torch.float32, LAST),
+        ((64, 512, 7, 7), torch.float32, CONTIGUOUS),
+        ((64, 768, 7, 7), torch.bfloat16, LAST),
+        ((1000, 16, 8, 8), torch.float32, LAST),
+        ((512, 2048, 7, 7), torch.bfloat16, LAST),
+    ],
+    ids=str,
+)
+def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_path):
+    from tbbn.accelerators.triton import norm_launch as launches
+
+    plan = Layout(shape[0] * 3 // 4, shape[0] // 4, 9).plan(PlanOptions(), torch.device("cpu"), torch.float32)
+    assert plan is not None
+    x = torch.zeros(shape, dtype=dtype).to(memory_format=memory_format)
+    weight, bias, mean, var = torch.zeros(4, shape[1]).unbind()
+    counted = torch.zeros((), dtype=torch.int64)
+    running = launches.Running(mean, var, plan.running, launches.unbiased(plan, x), 0.1, counted, False)
+    given = (weight, bias, plan.gather, plan.scatter)
+    y, means, variances = launches.forward(x, *given, 1e-5, running, relu=True, residual=x)
+    launches.all_gradients(x, x, *given, means, variances, 1e-5, y, residual=True)
+    launches.fixed(x, mean, var, weight, bias, 1e-5, True, x)
+    whole = {"whole_forward", "whole_backward", "fixed"}
+    split = {"moments", "plan_forward", "affine", "row_sums", "plan_backward", "affine_backward", "fixed"}
+    check(compiled, whole if memory_format is CONTIGUOUS and shape[2] < 8 else split, tmp_path)
+
+
+def test_a_thread_has_whole_runs_of_pixels(compiled, monkeypatch):
+    """Threads that shared the runs of a row would exchange their sums one row after the other; see ``ROWS_FIRST``."""
+    from tbbn.accelerators.triton import norm_launch as launches
+
+    exchanges, warmup = [], triton.runtime.JITFunction.warmup
+
+    def counted(kernel: Any, *args: Any, **options: Any) -> Any:
+        done = warmup(kernel, *args, **options)
+        exchanges.append(done.asm["ptx"].count("shfl.sync"))
+        return done
+
+    monkeypatch.setattr(triton.runtime.JITFunction, "warmup", counted)
+    plan = Layout(48, 16, 9).plan(PlanOptions(), torch.device("cpu"), torch.float32)
+    assert plan is not None
+    launches.forward(torch.zeros(64, 32, 16, 16), None, None, plan.gather, plan.scatter, 1e-5)
+    assert exchanges[0] < 100
+
+
+@pytest.mark.parametrize("past_tasks", [0, 1, 4, 9])
+def test_plans_of_any_number_of_groups_compile(compiled, past_tasks, tmp_path):
+    """From moments of parts of rows, as a convolution gives them."""
+    from tbbn.accelerators.triton import norm_launch as launches
+
+    plan = Layout(48, 16, past_tasks).plan(PlanOptions(), torch.device("cpu"), torch.float32)
+    plan = plan or whole_batch(64, torch.device("cpu"))
+    x, (weight, bias) = torch.zeros(64, 16, 32, 32, dtype=torch.bfloat16).to(memory_format=LAST), torch.zeros(2, 16)
+    given = (weight, bias, plan.gather, plan.scatter)
+    y, mean, var = launches.forward(x, *given, 1e-5, relu=True, moments=torch.zeros(2, 64, 4, 16))
+    launches.all_gradients(x, x, *given, mean, var, 1e-5, y)
+    check(compiled, {"plan_forward", "affine", "row_sums", "plan_backward", "affine_backward"}, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("n_in", "n_out", "side", "size", "stride"),
+    [(3, 16, 32, 3, 1), (16, 16, 32, 3, 1), (16, 32, 32, 1, 2), (32, 64, 16, 3, 2), (64, 64, 8, 3, 1)],
+)
+def test_the_convolutions_kernels_compile(compiled, n_in, n_out, side, size, stride, dtype, tmp_path):
+    from tbbn.accelerators.triton import conv as convolution_kernels
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype).to(memory_format=LAST)
+
+    x, weight, out = (
+        zeros(64, n_in, side, side),
+        zeros(n_out, n_in, size, size),
+        (64, n_out, side // stride, side // stride),
+    )
+    with tf32(True):
+        y, moments = convolution_kernels._launch(x, weight, out, stride, moments=True)
+        assert moments is not None
+        if n_in > 3:
+            convolution_kernels._launch(y, weight, tuple(x.shape), stride, back=True, beside=x)
+        convolution_kernels._weight_gradient(y, x, weight, stride)
+    check(compiled, {"convolve", "weight_sums", "fold"}, tmp_path)
+
+
+@pytest.mark.parametrize("compiled", [80], indirect=True, ids=["A100"])
+def test_an_older_card_has_its_code_too(compiled, tmp_path):
+    test_the_convolutions_kernels_compile(compiled, 32, 32, 16, 3, 1, torch.bfloat16, tmp_path)
+    compiled.clear()
+    test_the_norms_kernels_compile(compiled, (64, 32, 16, 16), torch.bfloat16, LAST, tmp_path)
+
+
+@pytest.mark.parametrize("rows", [torch.arange(4), None], ids=["held", "streamed"])
+def test_the_crops_kernel_compiles(compiled, rows, tmp_path):
+    from tbbn.bench.data import crop
+
+    images = torch.zeros(5, 3, 32, 32, dtype=torch.uint8)
+    crop.cropped(ResizedCrop(padded=True), images, rows, torch.rand(4, 5), torch.rand(3), torch.rand(3), LAST)
+    check(compiled, {"crop"}, tmp_path)
+
+
+@pytest.mark.parametrize(("compiled", "early"), [(90, True), (80, False)], indirect=["compiled"])
+def test_small_kernels_are_put_in_place_early_where_a_card_can(compiled, early):
+    from tbbn.accelerators.triton.launch import turn
+
+    small, large = torch.empty(2**21), torch.empty(2**21 + 1)
+    assert turn(small).get("launch_pdl", False) is turn(small)["AHEAD"] is early
+    assert turn(large) == {"AHEAD": False}
+
+
+@pytest.mark.parametrize(
+    ("place", "capability", "early", "can"),
+    [("cuda", 9, "1", True), ("cuda", 8, "1", False), ("cuda", 9, "0", False), ("cpu", 9, "1", False)],
+)
+def test_kernels_are_put_in_place_early_unless_that_is_forbidden(monkeypatch, place, capability, early, can):
+    from tbbn.accelerators.triton import launch as launching
+
+    monkeypatch.setenv("TBBN_EARLY", early)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    assert launching._can.__wrapped__(torch.device(place)) is can

@@ -1,0 +1,247 @@
+"""What the kernels do beside the norm: a ReLU, a residual, moments that came along, rows in parts; against float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreter import RUNNING, apart, here, interpret, on_device
+from planned import EPS, MOMENTUM, buffers, compare, draw, literal, make_plan
+from torch import Tensor
+
+import tbbn
+
+if RUNNING:
+    from tbbn.accelerators.triton import norm as kernels
+    from tbbn.accelerators.triton import norm_launch as launches
+
+
+@here
+def test_the_passes_pass_on_the_interpreter():
+    interpret(__file__)
+
+
+@pytest.fixture(params=[True, False], ids=["whole", "split"])
+def whole(request, monkeypatch):
+    """Both ways to the moments: in the tile that is normalised, and in a launch of their own."""
+    if not request.param:
+        monkeypatch.setattr(launches, "WHOLE_LIMIT", 0)
+
+
+@on_device
+@pytest.mark.parametrize("last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize(
+    ("relu", "with_residual"), [(True, False), (False, True), (True, True)], ids=["relu", "residual", "both"]
+)
+def test_a_relu_and_a_residual_are_part_of_the_pass(device, whole, last, relu, with_residual):
+    x, weight, bias, g = draw((16, 5, 3, 3), device, last=last)
+    beside = draw((16, 5, 3, 3), device, offset=-1.0, last=last)[3].detach().requires_grad_()
+    plan = make_plan(12, 4, 9, device)
+    y, _, _ = kernels.planned_norm(x, weight, bias, plan, EPS, relu=relu, residual=beside if with_residual else None)
+    inputs = [x, weight, bias] + [beside] * with_residual
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = literal(*exact[:3], 12, plan.gather.shape[0])[0]
+    want = want + exact[3] if with_residual else want
+    want = F.relu(want) if relu else want
+    assert apart(y, want) < 1e-6
+    assert bool((y == 0).any()) == relu
+    got = torch.autograd.grad(y, inputs, g)
+    for a, b in zip(got, torch.autograd.grad(want, exact, g.double()), strict=True):
+        assert apart(a, b) < 5e-6
+
+
+@on_device
+@pytest.mark.parametrize("relu", [True, False], ids=["relu", ""])
+def test_nothing_is_saved_that_batch_norm_would_not_save(device, relu):
+    x, weight, bias, beside = draw((8, 2, 3, 3), device)
+    saved: set[int] = set()
+
+    def pack(t: Tensor) -> Tensor:
+        saved.add(t.data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        plan = make_plan(6, 2, 3, device)
+        y, _, _ = kernels.planned_norm(x, weight, bias, plan, EPS, relu=relu, residual=beside.requires_grad_())
+    assert x.data_ptr() in saved and beside.data_ptr() not in saved
+    assert (y.data_ptr() in saved) == relu
+
+
+@on_device
+@pytest.mark.parametrize(("pixels", "inside"), [(4, False), (8, True), (256, True), (257, False)])
+def test_sums_over_parts_lie_in_a_small_output_that_has_the_room(device, pixels, inside):
+    out, (first, second) = torch.empty(8, 2, pixels, device=device), torch.empty(2, 8, 2, device=device)
+    one, two = launches._parts(first, second, 4, out)
+    assert one.shape == two.shape == (32, 2) and one.data_ptr() != two.data_ptr()
+    assert (one.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()) is inside
+
+
+@on_device
+@pytest.mark.parametrize("relu", [True, False], ids=["relu", ""])
+def test_second_derivatives_pass_a_relu_and_a_residual(device, relu):
+    x, weight, bias, g = draw((8, 2, 3, 3), device)
+    beside = g.detach().flip(0).requires_grad_()
+    plan = make_plan(6, 2, 3, device)
+
+    def penalty(out, inputs):
+        return sum(t.square().sum() for t in torch.autograd.grad(out.square().sum(), inputs, create_graph=True))
+
+    inputs = (x, weight, bias, beside)
+    y = kernels.planned_norm(x, weight, bias, plan, EPS, relu=relu, residual=beside)[0]
+    got = torch.autograd.grad(penalty(y, inputs), inputs)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want_y = literal(*exact[:3], 6, 2)[0] + exact[3]
+    want_y = F.relu(want_y) if relu else want_y
+    want = torch.autograd.grad(penalty(want_y, exact), exact)
+    for a, b in zip(got, want, strict=True):
+        assert apart(a, b) < 1e-4
+
+
+@on_device
+def test_a_residual_of_another_type_is_added_after_the_norm(device):
+    x, weight, bias, _ = draw((8, 2, 3, 3), device, dtype=torch.bfloat16)
+    beside = torch.randn(8, 2, 3, 3, device=device)
+    plan = make_plan(6, 2, 3, device)
+    plain = kernels.planned_norm(x, weight, bias, plan, EPS)[0]
+    y = kernels.planned_norm(x, weight, bias, plan, EPS, relu=True, residual=beside)[0]
+    assert torch.equal(y, (plain + beside).to(torch.bfloat16).relu())
+
+
+@on_device
+def test_a_layer_that_is_told_nothing_is_batch_norm_by_the_same_kernels(device, monkeypatch):
+    monkeypatch.setattr(tbbn.nn.modules, "cuda_kernels", lambda x, plan: kernels)
+    x, weight, bias, g = draw((8, 3, 4, 4), device)
+    beside = g.detach().flip(0)
+    norm = torch.nn.BatchNorm2d(3, device=device)
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+        norm.bias.copy_(bias)
+    ours = tbbn.convert(copy.deepcopy(norm))
+    for _ in range(2):
+        y = tbbn.nn.normed(ours, x, residual=beside)
+        want = F.relu(norm(x) + beside)
+    assert apart(y, want) < 1e-6
+    assert ours.num_batches_tracked.item() == 2
+    assert max(apart(ours.running_mean, norm.running_mean), apart(ours.running_var, norm.running_var)) < 1e-6
+    for a, b in zip(
+        torch.autograd.grad(y, (x, ours.weight, ours.bias), g),
+        torch.autograd.grad(want, (x, norm.weight, norm.bias), g),
+        strict=True,
+    ):
+        assert apart(a, b) < 1e-5
+    norm.load_state_dict(ours.state_dict())
+    assert torch.equal(ours.eval()(x), norm.eval()(x))
+
+
+PARTS = {
+    "nchw": {"shape": (4, 2, 66, 63), "parts": 2},
+    "nchw, parts longer than a tile": {"shape": (4, 1, 2, 4099), "parts": 2, "relu": True},
+    "channels_last": {"shape": (4, 3, 24, 24), "parts": 4, "relu": True},
+    "channels_last, parts longer than a tile": {"shape": (4, 3, 2, 2051), "parts": 2},
+    "channels_last, sums that lie in the output": {"shape": (4, 32, 16, 16), "parts": 8},
+    "channels_last, they do with channels to spare": {"shape": (4, 33, 16, 16), "parts": 8, "relu": True},
+}
+
+
+@on_device
+@pytest.mark.parametrize("name", PARTS)
+def test_rows_are_summed_in_parts_where_programs_would_be_few(device, name, monkeypatch):
+    monkeypatch.setattr(launches, "WHOLE_LIMIT", 0)
+    case, last = dict(PARTS[name]), name.startswith("channels_last")
+    rows, channels, height, width = case["shape"]
+    tiles = launches._tiles(rows, channels, height * width, 2, last, 4, launches.WHOLE_LIMIT)
+    assert not tiles.whole and tiles.parts == case.pop("parts")
+    assert max(compare(**case, past=3, device=device, current=2, last=last)) < 5e-6
+
+
+@on_device
+@pytest.mark.parametrize("last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_known_moments_give_what_the_pass_over_the_input_gives(device, whole, parts, last, monkeypatch):
+    x, weight, bias, g = draw((16, 3, 4, 4), device, offset=100.0, last=last)
+    plan = make_plan(12, 4, 9, device)
+    cut = x.detach().double().flatten(2).unflatten(2, (parts, -1))  # (N, C, parts, pixels of a part)
+    moments = torch.stack([cut.mean(3), cut.var(3, correction=0)]).transpose(2, 3).float().contiguous()
+
+    def work(moments: Tensor | None) -> list[Tensor]:
+        running = buffers(3, device)
+        y, mean, var = kernels.planned_norm(x, weight, bias, plan, EPS, *running, MOMENTUM, moments=moments)
+        return [y, mean, var, *running, *torch.autograd.grad(y, (x, weight, bias), g)]
+
+    want = work(None)
+    monkeypatch.setattr(launches.triton_code, "moments", None)  # the pass that is spared
+    for a, b in zip(work(moments), want, strict=True):
+        assert apart(a, b) < 1e-5
+
+
+@on_device
+@pytest.mark.parametrize("shape", [(6, 16, 8, 8), (3, 5, 7, 7), (70, 3, 2, 2), (9, 12)], ids=str)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", ""])
+def test_at_test_time_the_norm_and_what_follows_it_are_batch_norms(device, shape, affine, monkeypatch):
+    monkeypatch.setattr(tbbn.nn.modules, "cuda_kernels", lambda x, plan: kernels)
+    kind = torch.nn.BatchNorm2d if len(shape) == 4 else torch.nn.BatchNorm1d
+    norm = kind(shape[1], affine=affine, device=device)
+    with torch.no_grad():
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+        for parameter in norm.parameters():
+            parameter.normal_()
+    ours, norm = tbbn.convert(copy.deepcopy(norm)).eval(), norm.double().eval()
+    for last in (False, True) if len(shape) == 4 else (False,):
+        x, _, _, beside = (t.detach() for t in draw(shape, device, last=last))
+        for relu, residual in ((True, None), (True, beside), (False, beside)):
+            with torch.no_grad():
+                got = tbbn.nn.normed(ours, x, relu=relu, residual=residual)
+                want = norm(x.double()) if residual is None else norm(x.double()) + residual
+            assert apart(got, want.relu() if relu else want) < 1e-6
+            assert got.stride() == x.stride()
+
+
+@on_device
+def test_at_test_time_whoever_asks_for_gradients_gets_them(device, monkeypatch):
+    monkeypatch.setattr(tbbn.nn.modules, "cuda_kernels", lambda x, plan: kernels)
+    monkeypatch.setattr(launches, "fixed", None)  # has no gradient
+    ours = tbbn.convert(torch.nn.BatchNorm2d(3, device=device)).eval()
+    x = torch.randn(4, 3, 2, 2, device=device, requires_grad=True)
+    tbbn.nn.normed(ours, x).sum().backward()
+    assert x.grad is not None
+
+
+@on_device
+def test_at_test_time_the_launch_is_taken_only_where_it_can_be(device, monkeypatch):
+    taken, fixed = [], launches.fixed
+    monkeypatch.setattr(launches, "fixed", lambda *args: taken.append(1) or fixed(*args))
+    monkeypatch.setattr(
+        tbbn.nn.modules, "cuda_kernels", lambda x, plan: kernels if kernels.available(x, plan) else None
+    )
+    x, weight, bias, g = (t.detach() for t in draw((3, 5, 4, 4), device))
+    norm = tbbn.TaskBalancedBatchNorm2d(5).to(device).eval()
+    norm.load_state_dict({**norm.state_dict(), "running_mean": bias, "running_var": weight})
+    want = F.relu(F.batch_norm(x.double(), bias.double(), weight.double()) + g.double())
+    with torch.no_grad():
+        assert apart(tbbn.nn.normed(norm, x, residual=g), want) < 1e-6
+        assert apart(tbbn.nn.normed(norm, x.half(), residual=g.half()), want) < 1e-3
+        assert len(taken) == 2
+        assert apart(tbbn.nn.normed(norm, x, residual=g.double()), want) < 1e-6
+        assert apart(tbbn.nn.normed(norm.double(), x.double(), residual=g), want) < 1e-6
+        tbbn.nn.normed(tbbn.TaskBalancedBatchNorm2d(5, track_running_stats=False).to(device).eval(), x)
+    assert len(taken) == 2
+
+
+@on_device
+def test_a_row_has_no_more_parts_than_the_plan_can_join(device):
+    assert launches._tiles(1, 1, 2**16, 1, False, 4, launches.WHOLE_LIMIT).parts == launches.MOST_PARTS
+
+
+@on_device
+def test_at_test_time_those_who_stand_between_get_batch_norm(device, monkeypatch):
+    monkeypatch.setattr(tbbn.nn.modules, "cuda_kernels", lambda x, plan: pytest.fail("launched"))
+    ours = tbbn.convert(torch.nn.BatchNorm2d(3, device=device)).eval()
+    x = torch.randn(5, 4, 3, 2, 2, device=device)
+    with torch.no_grad():
+        got = torch.func.vmap(lambda row: tbbn.nn.normed(ours, row))(x)
+    assert torch.equal(
+        got, torch.stack([F.relu(F.batch_norm(row, ours.running_mean, ours.running_var, eps=ours.eps)) for row in x])
+    )

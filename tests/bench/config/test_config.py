@@ -1,0 +1,367 @@
+"""Layers, TOML in and out, and every one-line error of the config."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tbbn.bench import config as cfg
+from tbbn.bench.config import Choice, RunConfig, flatten, parse_value, protocols, read_toml, resolve, to_dict, to_toml
+from tbbn.errors import UserError
+
+
+def resolved(**settings: Any) -> RunConfig:
+    return resolve(("test", {key.replace("__", "."): value for key, value in settings.items()}))
+
+
+# Layers.
+
+
+def test_without_layers_it_is_the_digits_default() -> None:
+    config = resolve()
+    assert (config.data.name, config.backbone, config.protocol) == ("digits", "small", "clean")
+    assert (str(config.method), str(config.norm)) == ("ft", "bn")
+    assert config.train.lr == 0.05  # what suits the digits, over the field's 0.1
+
+
+def test_what_suits_a_data_set_is_over_the_defaults() -> None:
+    config = resolved(data__name="cifar100")
+    assert (config.backbone, config.memory.budget, config.data.tasks) == ("resnet32", 2000, 10)
+    assert (config.train.epochs, config.batch.augment, config.train.momentum) == (160, "shift", 0.9)
+
+
+def test_options_after_a_colon_do_not_hide_what_suits_the_data_set() -> None:
+    assert resolved(data__name="synthetic:4x12x4x8").data.tasks == resolved(data__name="synthetic").data.tasks == 10
+
+
+def test_the_paper_protocol_is_what_the_authors_ran() -> None:
+    config = resolved(data__name="cifar100", protocol="paper")
+    train, memory, batch = config.train, config.memory, config.batch
+    assert (train.lr, train.momentum, train.weight_decay, train.keep) == (0.1, 0.0, 1e-4, "best")
+    assert (config.data.validation, memory.rounding, memory.selection) == (0.1, "ceil", "herding")
+    assert (batch.size, batch.ratio, batch.last, batch.length) == (64, "3:1", "drop", "longer")
+    assert batch.augment == "padded-resized"
+    assert train.epochs == 160  # of the data set, kept
+
+
+def test_the_paper_protocol_has_settings_of_its_own_for_a_data_set() -> None:
+    assert resolved(data__name="imagenet100", protocol="paper").memory.selection == "random"
+    assert resolved(data__name="cifar100", protocol="paper").memory.selection == "herding"
+
+
+def test_podnet_and_afc_have_their_own_settings_in_the_paper_protocol_alone() -> None:
+    paper = resolved(data__name="cifar100", protocol="paper", method__name="podnet")
+    assert (paper.batch.size, paper.backbone, paper.train.schedule) == (128, "resnet32-podnet", "cosine")
+    assert (paper.train.momentum, paper.train.keep, paper.memory.rounding) == (0.9, "last", "floor")
+    clean = resolved(data__name="cifar100", method__name="podnet")
+    assert (clean.batch.size, clean.backbone, clean.train.schedule) == (64, "resnet32", "multistep")
+
+
+def test_a_method_may_have_settings_for_one_data_set() -> None:
+    config = resolved(data__name="imagenet100", protocol="paper", method__name="podnet")
+    assert config.method.dict() == {"pod_spatial": 8.0, "pod_flat": 10.0, "finetune_lr": 0.01}
+    assert (config.batch.size, config.train.lr, config.train.epochs) == (64, 0.05, 90)
+    assert resolved(data__name="cifar100", protocol="paper", method__name="podnet").method.options == ()
+
+
+def test_a_quirk_is_over_the_protocol_and_under_what_is_given() -> None:
+    quirk = {"protocol": "paper", "quirks": ["whole-test-batches"]}
+    assert resolve(("file", quirk)).data.test == "whole-batches"
+    assert resolve(("file", {**quirk, "data.test": "all"})).data.test == "all"
+
+
+def test_a_quirk_of_one_method_or_norm_leaves_the_others_alone() -> None:
+    quirks = ["current-from-union", "no-affine", "channels-per-group", "kd-last-task-only"]
+    assert resolved(quirks=quirks, method__name="eeil").batch.current_from == "union"
+    assert resolved(quirks=quirks, method__name="ft").batch.current_from == "task"
+    assert resolved(quirks=quirks, norm__name="in").norm.dict() == {"affine": False}
+    assert resolved(quirks=quirks, norm__name="gn").norm.dict() == {"affine": False, "channels_per_group": 16}
+    assert resolved(quirks=quirks, norm__name="tbbn").norm.options == ()
+    assert resolved(quirks=quirks, method__name="ssil").method.dict() == {"kd_last_task_only": True}
+
+
+def test_every_quirk_can_run() -> None:
+    from tbbn.bench.engine.validate import check
+
+    for name, quirk in protocols.QUIRKS.items():
+        norm, method = (quirk.norms or ("bn",))[0], (quirk.methods or ("ft",))[0]
+        config = resolved(quirks=[name], norm__name=norm, method__name=method)
+        check(config)
+        tree = flatten(to_dict(config))
+        assert all(tree[key] == value for key, value in quirk.values.items()), name
+
+
+def test_every_default_of_data_protocol_and_method_names_a_setting() -> None:
+    known = cfg.names()
+    tables = [*protocols.DATA.values(), protocols.PAPER, *protocols.PAPER_DATA.values()]
+    tables += [*protocols.PAPER_METHOD.values(), *(quirk.values for quirk in protocols.QUIRKS.values())]
+    for table in tables:
+        for key, value in table.items():
+            assert key in known or key.startswith(("norm.", "method.")), key
+            if key in known:
+                resolve(("table", {key: value}))  # of the right type
+
+
+def test_a_later_layer_is_over_an_earlier_one() -> None:
+    file = ("run.toml", {"train.epochs": 3, "train.lr": 0.2, "protocol": "paper"})
+    config = resolve(file, ("command line", {"train.epochs": 4}))
+    assert (config.train.epochs, config.train.lr, config.train.momentum) == (4, 0.2, 0.0)
+
+
+def test_online_is_a_single_pass_with_a_reservoir_unless_told_otherwise() -> None:
+    config = resolved(data__online=True)
+    assert (config.train.epochs, config.memory.selection, config.train.schedule) == (1, "reservoir", "constant")
+    assert resolved(data__online=True, train__schedule="cosine").train.schedule == "cosine"
+    assert resolved(data__online=False).memory.selection == "herding"
+
+
+def test_a_config_cannot_be_changed_and_is_its_own_key() -> None:
+    config = resolved(norm__name="gn", norm__groups=[4, 8])
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 1  # type: ignore[misc]
+    assert {config: 1}[resolved(norm__name="gn", norm__groups=[4, 8])] == 1
+
+
+def test_a_label_says_method_norm_and_their_options() -> None:
+    config = resolved(norm__name="cn", norm__groups=8, method__name="eeil", method__kd=2.0)
+    assert config.label == "eeil(kd=2.0) + cn(groups=8)"
+
+
+def test_a_label_leaves_out_the_options_that_other_settings_bring_along() -> None:
+    online = resolved(data__online=True, method__name="eeil", method__kd=2.0)
+    assert online.method.dict() == {"balanced_epochs": 1, "kd": 2.0} and online.label == "eeil(kd=2.0) + bn"
+    assert resolved(method__name="eeil", method__balanced_epochs=1).label == "eeil(balanced_epochs=1) + bn"
+    given = resolved(data__online=True, method__name="eeil", method__balanced_epochs=3)
+    assert given.label == "eeil(balanced_epochs=3) + bn"
+    assert resolved(quirks=["no-affine"], norm__name="in").label == "ft + in"
+    paper = resolved(data__name="imagenet100", protocol="paper", method__name="podnet", method__pod_flat=1.0)
+    assert paper.label == "podnet(pod_flat=1.0) + bn"
+
+
+# TOML.
+
+
+def test_short_forms_in_a_file() -> None:
+    text = 'norm = "gn"\nmethod = "eeil"\ndata = "cifar10"\nseed = 3\n[train]\nepochs = 2\n'
+    flat = flatten(cfg.tomllib.loads(text))
+    assert flat == {"norm.name": "gn", "method.name": "eeil", "data.name": "cifar10", "seed": 3, "train.epochs": 2}
+
+
+def test_options_of_a_norm_and_a_method_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[norm]\nname = "gn"\ngroups = 8\n[method]\nname = "eeil"\nkd = 0.5\n')
+    config = resolve((str(file), read_toml(file)))
+    assert config.norm == Choice("gn", (("groups", 8),))
+    assert config.method == Choice("eeil", (("kd", 0.5),))
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+numbers = st.floats(allow_nan=False)
+KINDS: dict[Any, st.SearchStrategy[Any]] = {
+    str: text,
+    int: st.integers(-(2**40), 2**40),
+    float: numbers,
+    bool: st.booleans(),
+    tuple[float, ...]: st.lists(numbers, max_size=4).map(tuple),
+}
+option = st.one_of(st.booleans(), st.integers(-9, 9), numbers, text, st.lists(st.integers(-9, 9), max_size=3))
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> dict[str, Any]:
+    """Any values of the right types for any of the settings, and options of norm and method."""
+    found: dict[str, Any] = {"protocol": draw(st.sampled_from(protocols.PROTOCOLS))}
+    for section, owner in cfg.SECTIONS.items():
+        hints = get_type_hints(owner)
+        for field in fields(owner):
+            if draw(st.booleans()):
+                found[f"{section}.{field.name}"] = draw(KINDS[hints[field.name]])
+    found["quirks"] = draw(st.lists(st.sampled_from(sorted(protocols.QUIRKS)), max_size=2, unique=True))
+    found |= {"seed": draw(KINDS[int]), "backbone": draw(text), "norm.name": draw(text), "method.name": draw(text)}
+    for choice in cfg.CHOICES:
+        options = draw(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), option, max_size=3))
+        found |= {f"{choice}.{key}": value for key, value in options.items() if key != "name"}
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers())
+def test_a_config_written_as_toml_is_read_back_as_it_was(layer: dict[str, Any]) -> None:
+    config = resolve(("test", layer))
+    written = to_toml(config)
+    assert resolve(("file", flatten(cfg.tomllib.loads(written)))) == config
+    assert flatten(to_dict(config)) == flatten(cfg.tomllib.loads(written))
+    for key, value in layer.items():
+        section, _, name = key.partition(".")
+        if section in cfg.SECTIONS:
+            assert getattr(getattr(config, section), name) == value
+
+
+def test_every_setting_is_written_out() -> None:
+    tree = cfg.tomllib.loads(to_toml(resolve()))
+    assert set(flatten(tree)) == set(cfg.names())
+
+
+def test_every_setting_has_a_note_for_the_help() -> None:
+    assert set(cfg.names()) - set(cfg.notes()) == {"norm.name", "method.name"}
+    assert cfg.notes()["data.online"] == "a single pass over each task"
+
+
+# The command line's values.
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("train.epochs", "3", 3),
+        ("train.lr", "1e-3", 1e-3),
+        ("train.lr", "1", 1),
+        ("train.lr", "nan", pytest.approx(float("nan"), nan_ok=True)),
+        ("train.milestones", "0.4, 0.8", (0.4, 0.8)),
+        ("quirks", "no-affine,whole-test-batches", ("no-affine", "whole-test-batches")),
+        ("quirks", "", ()),
+        ("data.online", "True", True),
+        ("data.class_order", "3", "3"),
+        ("norm.groups", "8", 8),
+        ("norm.affine", "false", False),
+        ("method.rule", "paper", "paper"),
+    ],
+)
+def test_a_value_is_read_by_the_type_of_its_setting(key: str, written: str, value: Any) -> None:
+    assert parse_value(key, written) == value
+
+
+# Errors: one line each.
+
+
+@pytest.mark.parametrize(
+    ("layer", "line"),
+    [
+        ({"trian.epochs": 1}, r"^here: unknown section 'trian'; choose one of: .*train.*\. Did you mean 'train'\?$"),
+        ({"sed": 1}, r"^here: unknown setting 'sed'; choose one of: .*\. Did you mean 'seed'\?$"),
+        ({"train.epoch": 1}, r"^here: \[train\] has no option 'epoch'; .*Did you mean 'epochs'\?$"),
+        ({"train": 1}, r"^here: train is a section, not a setting; write \[train\] and its settings below\.$"),
+        ({"norm": "bn"}, r"^here: unknown setting 'norm'"),
+        ({"train.epochs": "3"}, r"^here: train\.epochs must be a whole number \(default 20\), got '3'\.$"),
+        ({"train.epochs": 3.0}, r"^here: train\.epochs must be a whole number .*got 3\.0\.$"),
+        ({"train.epochs": True}, r"^here: train\.epochs must be a whole number .*got True\.$"),
+        ({"train.lr": "fast"}, r"^here: train\.lr must be a number \(default 0\.1\), got 'fast'\.$"),
+        ({"train.lr": True}, r"^here: train\.lr must be a number"),
+        ({"data.online": 1}, r"^here: data\.online must be true or false \(default False\), got 1\.$"),
+        ({"data.name": 3}, r"^here: data\.name must be text \(default 'digits'\), got 3\.$"),
+        (
+            {"train.milestones": 0.5},
+            r"^here: train\.milestones must be a list \(default \[0\.5, 0\.75\]\), got 0\.5\.$",
+        ),
+        ({"train.milestones": ["a"]}, r"^here: train\.milestones must be a list"),
+        ({"quirks": "no-affine"}, r"^here: quirks must be a list"),
+        ({"norm.name": 3}, r"^here: norm\.name must be a name, got 3\.$"),
+        ({"method.name": ["ft"]}, r"^here: method\.name must be a name"),
+        ({"protocol": "papr"}, r"^unknown protocol 'papr'; choose one of: clean, paper\. Did you mean 'paper'\?$"),
+        ({"quirks": ["noaffine"]}, r"^unknown quirk 'noaffine'; choose one of: .*\. Did you mean 'no-affine'\?$"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_with_the_nearest_right_name(layer: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line) as caught:
+        resolve(("here", layer))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_whole_number_will_do_for_a_number() -> None:
+    value = resolved(train__lr=1).train.lr
+    assert value == 1.0 and type(value) is float
+
+
+def test_a_config_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"missing\.toml: no such config file\.$"):
+        read_toml(tmp_path / "missing.toml")
+    with pytest.raises(UserError, match=r"is a folder, not a TOML file\.$"):
+        read_toml(tmp_path)
+    broken = tmp_path / "broken.toml"
+    broken.write_text("a = = 1")
+    with pytest.raises(UserError, match=r"broken\.toml: not a TOML file: "):
+        read_toml(broken)
+    broken.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"broken\.toml: not a TOML file: "):
+        read_toml(broken)
+
+
+@pytest.mark.parametrize(
+    ("layer", "line"),
+    [
+        ({"backbone": "resnet31"}, r"unknown backbone 'resnet31'; .*Did you mean 'resnet3\d'\?"),
+        ({"norm.name": "tbn"}, r"unknown norm 'tbn'; .*Did you mean 'tbbn'\?"),
+        ({"norm.name": "gn", "norm.group": 8}, r"unknown option of norm 'gn': 'group'; .*Did you mean 'groups'\?"),
+        ({"norm.name": "gn", "norm.groups": 7}, r"gn: groups=7 does not divide 32 channels"),
+        ({"norm.name": "gn", "norm.groups": "x"}, r"^norm gn\(groups=x\): an option has a value of the wrong kind"),
+        ({"norm.groups": 8}, r"unknown option of norm 'bn': 'groups'"),
+        ({"method.name": "eil"}, r"unknown method 'eil'; .*Did you mean 'eeil'\?"),
+        ({"method.name": "eeil", "method.kdd": 1}, r"unknown option of method 'eeil': 'kdd'; .*Did you mean 'kd'\?"),
+        ({"method.kd": 1}, r"'ft' takes no options, got 'kd'"),
+        ({"batch.augment": "shft"}, r"unknown augmentation 'shft'; .*Did you mean 'shift'\?"),
+        ({"batch.length": "long"}, r"unknown epoch length 'long'; .*Did you mean 'longer'\?"),
+        ({"batch.last": "keep"}, r"unknown last batch 'keep'"),
+        ({"batch.forward": "seperate"}, r"unknown forward 'seperate'; .*Did you mean 'separate'\?"),
+        ({"batch.current_from": "memory"}, r"unknown source of current rows 'memory'"),
+        ({"data.test": "al"}, r"unknown test set 'al'; .*Did you mean 'all'\?"),
+        ({"train.schedule": "cosin"}, r"unknown schedule 'cosin'; .*Did you mean 'cosine'\?"),
+        ({"train.keep": "first"}, r"unknown epoch to keep 'first'"),
+        ({"precision": "fp64"}, r"unknown precision 'fp64'"),
+        ({"memory.rounding": "up"}, r"unknown rounding 'up'"),
+        ({"memory.selection": "herd"}, r"unknown selection 'herd'; .*Did you mean 'herding'\?"),
+        ({"memory.budget": -1}, r"memory: budget must not be negative, got -1"),
+        ({"batch.ratio": "3/1"}, r"batch\.ratio must be two whole numbers such as '3:1', got '3/1'"),
+        ({"batch.ratio": "3:0"}, r"both parts of the ratio must be at least 1, got 3:0"),
+        ({"train.epochs": 0}, r"train\.epochs must be at least 1, got 0"),
+        ({"data.tasks": 0}, r"data\.tasks must be at least 1, got 0"),
+        ({"batch.size": 1}, r"batch(\.|es: batch_)size .*at least 2"),
+        ({"batch.evaluation": 0}, r"batch\.evaluation must be at least 1"),
+        ({"seed": -1}, r"seed must be at least 0, got -1"),
+        ({"threads": -1}, r"threads must be at least 0"),
+        ({"train.momentum": -0.5}, r"train\.momentum must be at least 0, got -0\.5"),
+        ({"train.weight_decay": float("inf")}, r"train\.weight_decay must be at least 0, got inf"),
+        ({"train.lr": 0.0}, r"train\.lr must be positive, got 0\.0"),
+        ({"train.lr": float("nan")}, r"train\.lr must be positive, got nan"),
+        ({"train.gamma": -1.0}, r"train\.gamma must be positive"),
+        ({"train.milestones": [80.0, 120.0]}, r"train\.milestones must be shares of the epochs, from 0 to 1, got \[80"),
+        ({"train.nesterov": True, "train.momentum": 0.0}, r"train\.nesterov needs a momentum"),
+        ({"train.keep": "best"}, r"train\.keep = 'best' needs a validation split"),
+        ({"data.online": True, "train.epochs": 2}, r"data\.online passes over each task once; .*got 2"),
+        ({"data.online": True, "memory.selection": "random"}, r"data\.online needs memory\.selection = 'reservoir'"),
+        ({"data.online": True, "batch.current_from": "union"}, r"data\.online needs batch\.current_from = 'task'"),
+        ({"batch.memory_from": "old"}, r"unknown source of memory rows 'old'"),
+        ({"save.tasks": "some"}, r"unknown tasks to save 'some'"),
+        (
+            {"device": "gpu"},
+            r"unknown device 'gpu'; use 'cuda' for a GPU, 'cpu' or 'auto'\.",
+        ),
+    ],
+)
+def test_what_cannot_run_is_one_line_before_anything_is_done(layer: dict[str, Any], line: str) -> None:
+    from tbbn.bench.engine.validate import check
+
+    with pytest.raises(UserError, match=line) as caught:
+        check(resolve(("here", layer)))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_recipes_of_the_package_can_run() -> None:
+    from tbbn.bench.engine.validate import check
+    from tbbn.bench.runs.sweep import parse_choice
+    from tbbn.paper import describe, recipes
+
+    assert "demo" in recipes()
+    for path in recipes().values():
+        values = read_toml(path)
+        sweep = {key: values.pop(key) for key in list(values) if key.startswith("sweep.")}
+        assert describe(path)
+        for method in sweep.get("sweep.methods", ["ft"]):
+            for norm in sweep.get("sweep.norms", ["bn"]):
+                check(
+                    resolve((str(path), values), ("axes", parse_choice("method", method) | parse_choice("norm", norm)))
+                )

@@ -1,0 +1,372 @@
+"""Image folders: layouts, conversion to 8-bit RGB, resizing, packing, and one line for each mistake."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torch import Tensor
+
+from tbbn.bench.data.loading import Source, load
+from tbbn.bench.data.sources import images as decoding
+from tbbn.bench.vision import torchvision
+from tbbn.errors import UserError
+
+
+def picture(seed: int, height: int = 6, width: int = 6) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+def save(file: Path, pixels: Any, mode: str | None = None) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    image = pixels if isinstance(pixels, PIL.Image.Image) else PIL.Image.fromarray(pixels)
+    (image.convert(mode) if mode else image).save(file)
+
+
+def write_set(root: Path, classes: tuple[str, ...] = ("ant", "bee"), test: str = "test", side: int = 6) -> None:
+    for place, name in enumerate(classes):
+        for number in range(2):
+            save(root / "train" / name / f"{number}.png", picture(10 * place + number, side, side))
+        save(root / test / name / "0.png", picture(100 + place, side, side))
+
+
+def folder(path: Path, **options: Any) -> Source:
+    return load(f"folder:{path}", **options)
+
+
+def chw(pixels: np.ndarray) -> Tensor:
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("test", ["test", "val"])
+def test_a_folder_is_read_class_by_class(tmp_path: Path, test: str) -> None:
+    write_set(tmp_path, test=test)
+    save(tmp_path / "train/ant/.hidden.png", picture(0))
+    (tmp_path / "train/ant/notes.txt").touch()
+    heard: list[tuple[int, int]] = []
+    source = folder(tmp_path, on_progress=lambda done, n: heard.append((done, n)))
+    assert source.classes == ("ant", "bee")
+    assert source.train.labels.tolist() == [0, 0, 1, 1]
+    assert torch.equal(source.train.images, torch.stack([chw(picture(seed)) for seed in (0, 1, 10, 11)]))
+    assert torch.equal(source.test.images[1], chw(picture(101)))
+    assert source.mean == (0.485, 0.456, 0.406)
+    assert heard == [(4, 6), (6, 6)]
+
+
+def test_numbered_classes_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    write_set(tmp_path, ("10", "9", "2"))
+    assert folder(tmp_path).classes == ("2", "9", "10")
+
+
+def test_a_tree_of_pngs_stands_for_the_official_files(tmp_path: Path) -> None:
+    write_set(tmp_path / "cifar10", side=32)
+    source = load("cifar10", tmp_path, download=False)
+    assert source.train.images.shape == (4, 3, 32, 32)
+    assert source.mean == (0.4914, 0.4822, 0.4465)
+    write_set(tmp_path / "mnist", tuple("01"), side=28)
+    assert load("mnist", tmp_path, download=False).train.images.shape == (4, 1, 28, 28)
+
+
+def png_48(pixels: np.ndarray) -> bytes:
+    """A PNG of 16 bits a channel, by hand: PIL writes none."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    head = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def test_every_kind_of_image_becomes_8_bit_rgb(tmp_path: Path) -> None:
+    rgb = picture(0)
+    image = PIL.Image.fromarray(rgb)
+    alpha = np.arange(36, dtype=np.uint8).reshape(6, 6) * 7
+    grey16 = np.arange(36, dtype=np.uint16).reshape(6, 6) * 1820
+    grey = np.asarray(image.convert("L"))
+    palette = image.quantize(8)
+    see_through = image.quantize(8)
+    see_through.info["transparency"] = 0
+    looked_up = np.asarray(palette.convert("RGB"))
+    hole = np.asarray(see_through) == 0
+    cases: dict[str, tuple[Any, np.ndarray]] = {
+        "a-grey.png": (image.convert("L"), np.repeat(grey[:, :, None], 3, 2)),
+        "b-bits.png": (image.convert("1"), np.asarray(image.convert("1").convert("RGB"))),
+        "c-16.png": (PIL.Image.fromarray(grey16), np.repeat(np.round(grey16 / 257)[:, :, None], 3, 2)),
+        "d-16.tif": (PIL.Image.fromarray(grey16), np.repeat(np.round(grey16 / 257)[:, :, None], 3, 2)),
+        "e-alpha.png": (np.dstack([rgb, alpha]), np.round(rgb * (alpha[:, :, None] / 255.0))),
+        "f-la.png": (PIL.Image.fromarray(np.dstack([rgb, alpha])).convert("LA"), None),  # type: ignore[dict-item]
+        "g-palette.png": (palette, looked_up),
+        "h-hole.png": (see_through, np.where(hole[:, :, None], 0, looked_up)),
+        "i-plain.bmp": (image, rgb),
+        "j-cmyk.tif": (image.convert("CMYK"), rgb),
+        "k-48bit.png": (None, None),  # type: ignore[dict-item]
+    }
+    wide = np.arange(108, dtype=np.uint16).reshape(6, 6, 3) * 600
+    cases["k-48bit.png"] = (png_48(wide), wide // 256)
+    cases["f-la.png"] = (cases["f-la.png"][0], np.repeat(np.round(grey * (alpha / 255.0))[:, :, None], 3, 2))
+    for name, (pixels, _) in cases.items():
+        if isinstance(pixels, bytes):
+            (tmp_path / "train/a" / name).write_bytes(pixels)
+        else:
+            save(tmp_path / "train/a" / name, pixels)
+    save(tmp_path / "test/a/0.png", rgb)
+    images = folder(tmp_path).train.images
+    assert images.dtype == torch.uint8
+    for (name, (_, expected)), got in zip(sorted(cases.items()), images, strict=True):
+        difference = (got.float() - chw(np.ascontiguousarray(expected.astype(np.float32)))).abs().max()
+        assert difference <= (1 if name[0] in "ef" else 0), name  # the compositing rounds by its own rule
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 30), (21, 64), (16, 16), (9, 5)])
+def test_size_resizes_the_shorter_side_and_cuts_the_centre(tmp_path: Path, height: int, width: int) -> None:
+    pixels = picture(3, height, width)
+    for part in ("train", "test"):
+        save(tmp_path / part / "a/0.png", pixels)
+    transforms = torchvision().transforms
+    expected = transforms.CenterCrop(16)(transforms.Resize(16)(PIL.Image.fromarray(pixels)))
+    assert torch.equal(folder(tmp_path, size=16).train.images[0], chw(np.asarray(expected).copy()))
+
+
+def write_tiny(root: Path, flat: bool) -> None:
+    for place, name in enumerate(("n02", "n01")):
+        save(root / "train" / name / "images" / f"{name}_0.JPEG", picture(place, 64, 64))
+        save(root / ("val/images" if flat else f"val/{name}") / f"val_{place}.JPEG", picture(place, 64, 64))
+    (root / "test/images").mkdir(parents=True)
+    if flat:
+        lines = ["val_1.JPEG\tn01\t0\t0\t1\t1", "val_0.JPEG\tn02\t0\t0\t1\t1", ""]
+        (root / "val/val_annotations.txt").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_tiny_imagenet_is_read_as_published_or_by_classes(tmp_path: Path, flat: bool) -> None:
+    write_tiny(tmp_path / ("tiny-imagenet-200" if flat else "tiny-imagenet"), flat)
+    source = load("tiny-imagenet", tmp_path)
+    assert source.classes == ("n01", "n02")
+    assert source.test.labels.tolist() == [0, 1]
+    assert source.train.images.shape == (2, 3, 64, 64)
+    assert torch.equal(source.train.images, source.test.images)
+
+
+def test_a_wrong_annotation_names_its_line(tmp_path: Path) -> None:
+    root = tmp_path / "tiny-imagenet-200"
+    write_tiny(root, True)
+    (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn01\nval_1.JPEG\tn99\n")
+    with pytest.raises(UserError, match=r"val_annotations.txt, line 2: needs a file and a class that train has"):
+        load("tiny-imagenet", tmp_path)
+    (root / "val/val_annotations.txt").write_text("gone.JPEG\tn01\n")
+    with pytest.raises(UserError, match=r"gone.JPEG: does not exist"):
+        load("tiny-imagenet", tmp_path)
+    (root / "val/val_annotations.txt").write_text("\n")
+    with pytest.raises(UserError, match=r"val_annotations.txt: names no images"):
+        load("tiny-imagenet", tmp_path)
+
+
+def test_imagenet100_follows_its_class_list_and_is_stored_at_256(tmp_path: Path) -> None:
+    write_set(tmp_path / "imagenet100", ("n1", "n2", "n3"), "val", 300)
+    (tmp_path / "imagenet100/classes.txt").write_text("n3 crane\nn1\n")
+    source = load("imagenet100", tmp_path)
+    assert source.classes == ("n3", "n1")
+    assert source.train.images.shape == (4, 3, 256, 256)
+    (tmp_path / "imagenet100/classes.txt").write_text("n1\nn7\n")
+    with pytest.raises(UserError, match=r"imagenet100: .*train lacks the folders of 1 classes: n7"):
+        load("imagenet100", tmp_path)
+    (tmp_path / "imagenet100/classes.txt").write_text("n1\nn1\n")
+    with pytest.raises(UserError, match=r"classes.txt: must name each class once"):
+        load("imagenet100", tmp_path)
+
+
+def test_imagenet100_without_a_list_takes_the_first_hundred(tmp_path: Path) -> None:
+    write_set(tmp_path / "imagenet100", tuple(f"n{number:03}" for number in range(102)), "val", 2)
+    assert load("imagenet100", tmp_path, size=2).classes == tuple(f"n{number:03}" for number in range(100))
+
+
+def test_imagenet100_of_fewer_classes_asks_for_a_list(tmp_path: Path) -> None:
+    write_set(tmp_path / "imagenet100", test="val")
+    with pytest.raises(UserError, match=r"needs 100 class folders, has 2; or list them in .*classes.txt"):
+        load("imagenet100", tmp_path)
+
+
+def test_a_large_set_is_decoded_once_and_mapped_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "imagenet100"
+    write_set(root, test="val")
+    (root / "classes.txt").write_text("ant\nbee\n")
+    plain = load("imagenet100", tmp_path, size=6)
+    assert not list(root.glob("packed-*"))
+    monkeypatch.setattr(decoding, "_PACKED_FROM", 1)
+    heard: list[int] = []
+    first = load("imagenet100", tmp_path, size=6, on_progress=lambda done, n: heard.append(done))
+    again = load("imagenet100", tmp_path, size=6, on_progress=lambda done, n: heard.append(-done))
+    assert heard == [4, 6]
+    for source in (first, again):
+        assert torch.equal(source.train.images, plain.train.images)
+        assert torch.equal(source.test.images, plain.test.images)
+    packed = sorted(path.name for path in root.glob("packed-*"))
+    assert [name.rsplit("-", 1)[0] for name in packed] == ["packed-train-6", "packed-val-6"]
+    save(root / "train/bee/1.png", picture(50))
+    changed = load("imagenet100", tmp_path, size=6)
+    assert torch.equal(changed.train.images[3], chw(picture(50)))
+    assert len(list(root.glob("packed-train-*"))) == 1
+
+
+def test_without_room_a_large_set_is_decoded_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_set(tmp_path / "imagenet100", test="val")
+    (tmp_path / "imagenet100/classes.txt").write_text("bee\n")
+    monkeypatch.setattr(decoding, "_PACKED_FROM", 1)
+    monkeypatch.setattr(decoding.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    assert torch.equal(load("imagenet100", tmp_path, size=6).test.images[0], chw(picture(101)))
+    assert not list((tmp_path / "imagenet100").glob("packed-*"))
+
+
+def test_each_mistake_in_a_folder_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere needs the folders train/<class>/ and test/<class>/"):
+        folder(tmp_path / "nowhere")
+    for part in ("train", "test"):
+        (tmp_path / "empty" / part).mkdir(parents=True)
+    with pytest.raises(UserError, match="empty/train holds no class folders"):
+        folder(tmp_path / "empty")
+    write_set(tmp_path / "a")
+    (tmp_path / "a/train/bee/0.png").unlink()
+    (tmp_path / "a/train/bee/1.png").unlink()
+    with pytest.raises(UserError, match="a/train/bee: holds no images"):
+        folder(tmp_path / "a")
+    write_set(tmp_path / "b")
+    (tmp_path / "b/train/cat").mkdir()
+    (tmp_path / "b/test/dog").mkdir()
+    with pytest.raises(UserError, match="must hold the same classes; only in train: cat; only in test: dog"):
+        folder(tmp_path / "b")
+
+
+def test_unreadable_images_are_named(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    broken = tmp_path / "train/bee/0.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    with pytest.raises(UserError, match=r"train/bee/0.png: is not a readable image"):
+        folder(tmp_path)
+    broken.write_bytes(b"text")
+    with pytest.raises(UserError, match=r"train/bee/0.png: is not a readable image \(of no known format\)"):
+        folder(tmp_path)
+    broken.unlink()
+    save(tmp_path / "train/bee/0.tif", np.zeros((6, 6), np.float32))
+    with pytest.raises(UserError, match=r"0.tif: .*floating-point images have no known range"):
+        folder(tmp_path)
+
+
+def test_values_beyond_16_bits_are_refused_not_clipped(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    save(tmp_path / "train/bee/2.tif", np.full((6, 6), 70_000, np.int32))
+    with pytest.raises(UserError, match=r"2.tif: .*values beyond 16 bits have no known range"):
+        folder(tmp_path)
+
+
+def break_some(root: Path) -> None:
+    write_set(root)
+    for name in ("train/ant/0.png", "train/bee/x.png", "test/bee/y.png"):
+        (root / name).write_bytes(b"no image")
+    (root / "train/bee/lost.png").symlink_to(root / "nowhere")
+    os.mkfifo(root / "train/bee/pipe.png")
+    (root / "train/bee/folder.png").mkdir()  # not a file: not looked at
+
+
+def test_unreadable_images_are_named_and_counted(tmp_path: Path) -> None:
+    break_some(tmp_path)
+    with pytest.raises(UserError) as caught:
+        folder(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}/train/ant/0.png: is not a readable image (of no known format); 4 of 7 are not; "
+        "mend or remove, or leave out with data.unreadable = 'skip'"
+    )
+    with pytest.raises(UserError, match="unknown way to treat unreadable images 'ignore'; choose one of: fail, skip"):
+        folder(tmp_path, unreadable="ignore")
+
+
+def test_unreadable_images_are_left_out_and_listed_where_asked(tmp_path: Path) -> None:
+    break_some(tmp_path)
+    source = folder(tmp_path, unreadable="skip")
+    assert source.skipped == (
+        "train/ant/0.png",
+        *("train/bee/lost.png", "train/bee/pipe.png", "train/bee/x.png"),
+        "test/bee/y.png",
+    )
+    assert source.train.labels.tolist() == [0, 1, 1]
+    assert torch.equal(source.train.images, torch.stack([chw(picture(seed)) for seed in (1, 10, 11)]))
+    assert source.test.labels.tolist() == [0, 1]
+    again = load(f"synthetic:2x2x2x6+folder:{tmp_path}", unreadable="skip")
+    assert again.skipped == source.skipped
+
+
+def test_a_class_of_unreadable_images_alone_is_an_error_even_where_they_are_left_out(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    (tmp_path / "test/bee/0.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"test/bee: holds no readable image"):
+        folder(tmp_path, unreadable="skip")
+    (tmp_path / "test/ant/0.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"test/ant/0.png: .*; nor is any other image of this part"):
+        folder(tmp_path, unreadable="skip")
+
+
+def test_a_packed_set_leaves_unreadable_images_out_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_some(tmp_path / "imagenet100")
+    (tmp_path / "imagenet100/classes.txt").write_text("ant\nbee\n")
+    monkeypatch.setattr(decoding, "_PACKED_FROM", 1)
+    source = load("imagenet100", tmp_path, size=6, unreadable="skip")
+    assert len(source.skipped) == 5
+    assert torch.equal(source.train.images, torch.stack([chw(picture(seed)) for seed in (1, 10, 11)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "twin", "how"),
+    [
+        ("bee", "Bee", "differ in case, spaces or zeros only"),
+        ("bee", "bee ", "differ in case, spaces or zeros only"),
+        ("1", "01", "differ in case, spaces or zeros only"),
+        ("caf\u00e9", "cafe\u0301", "differ in case, spaces or zeros only"),
+        ("bee", "wasp", "are one folder"),
+    ],
+)
+def test_a_class_that_is_there_twice_is_refused(tmp_path: Path, name: str, twin: str, how: str) -> None:
+    write_set(tmp_path, (name, "2"))
+    for part in ("train", "test"):
+        if twin == "wasp":
+            (tmp_path / part / twin).symlink_to(tmp_path / part / name)
+        else:
+            save(tmp_path / part / twin / "0.png", picture(0))
+    with pytest.raises(UserError, match=rf"train: the class folders '.*' and '.*' {how}; rename or remove one"):
+        folder(tmp_path)
+
+
+def test_lists_of_names_lead_nowhere_else(tmp_path: Path) -> None:
+    write_set(tmp_path / "imagenet100", test="val")
+    for name in ("..", "../imagenet100", "/etc", "a\\b"):
+        (tmp_path / "imagenet100/classes.txt").write_text(f"ant\n{name}\n")
+        with pytest.raises(UserError, match=r"classes.txt: '.*' is a path; only plain names are read"):
+            load("imagenet100", tmp_path)
+    (tmp_path / "imagenet100/classes.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"classes.txt: is not a text in UTF-8"):
+        load("imagenet100", tmp_path)
+    root = tmp_path / "tiny-imagenet-200"
+    write_tiny(root, True)
+    (root / "val/val_annotations.txt").write_text("../../x.JPEG\tn01\n")
+    with pytest.raises(UserError, match=r"val_annotations.txt: '../../x.JPEG' is a path"):
+        load("tiny-imagenet", tmp_path)
+
+
+def test_images_of_several_sizes_ask_for_one(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    save(tmp_path / "train/bee/2.png", picture(0, 5, 7))
+    with pytest.raises(UserError, match=r"differ in size \(6x6 and 7x5: .*bee/2.png\); give a size"):
+        folder(tmp_path)
+    assert folder(tmp_path, size=4).train.images.shape == (5, 3, 4, 4)
+    (tmp_path / "train/bee/2.png").unlink()
+    for name in ("ant", "bee"):
+        save(tmp_path / f"test/{name}/0.png", picture(0, 8, 8))
+    with pytest.raises(UserError, match="images of train and test differ in size; give a size"):
+        folder(tmp_path)

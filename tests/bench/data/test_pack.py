@@ -1,0 +1,458 @@
+"""Packed data: what is stored, what a killed pack leaves, and one line for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from tbbn.bench.cli.main import main
+from tbbn.bench.data.loading import found, load
+from tbbn.bench.data.packed import index as packed
+from tbbn.bench.data.packed import shards
+from tbbn.bench.data.packed.index import check_packed, open_packed
+from tbbn.bench.data.packed.pack import _shard_images, pack
+from tbbn.bench.data.packed.shards import run_lengths
+from tbbn.bench.data.packed.stream import Streamed, placed
+from tbbn.bench.vision import torchvision
+from tbbn.errors import UserError
+
+
+def save(file: Path, seed: int, height: int = 8, width: int = 8, mode: str = "RGB") -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    PIL.Image.fromarray(pixels).convert(mode).save(file)
+
+
+def write_set(root: Path, n: int = 4, sides: tuple[int, int] = (8, 8), test: str = "val") -> Path:
+    for place, name in enumerate(("ant", "bee", "cat")):
+        for number in range(n):
+            save(root / "train" / name / f"{number}.png", 10 * place + number, *sides)
+        save(root / test / name / "0.png", 100 + place, *sides)
+    return root
+
+
+def equal(folder: Path, source: Path, **options: Any) -> None:
+    """The packed set gives the tensors that the folder gives, whole and row by row."""
+    expected, got = load(f"folder:{source}", **options), load(f"packed:{folder}")
+    assert got.classes == expected.classes and got.mean == expected.mean and got.groups == expected.groups
+    for ours, theirs in ((got.train, expected.train), (got.test, expected.test)):
+        assert torch.equal(ours.labels, theirs.labels) and ours.labels.dtype == torch.int64
+        assert ours.images.shape == theirs.images.shape
+        assert torch.equal(ours.images.to("cpu"), theirs.images)
+        rows = torch.randperm(len(theirs.labels), generator=torch.Generator().manual_seed(0)).repeat(2)
+        out = torch.empty(len(rows), *theirs.images.shape[1:], dtype=torch.uint8)
+        ours.images.read(rows, out)
+        assert torch.equal(out, theirs.images[rows])
+
+
+@pytest.mark.parametrize("test", ["val", "test"])
+def test_a_packed_set_is_the_folder_it_was_made_from(tmp_path: Path, test: str) -> None:
+    source = write_set(tmp_path / "set", test=test)
+    heard: list[tuple[int, int]] = []
+    outcome = pack(
+        source, tmp_path / "out", workers=1, shard_bytes=3 * 192, on_progress=lambda *done: heard.append(done)
+    )
+    assert outcome.decoded == 15 and outcome.n_bytes == 15 * 192 and heard == [(i, 15) for i in range(1, 16)]
+    assert [len(images.shards) for images in outcome.packed.images] == [4, 1]
+    equal(tmp_path / "out", source)
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    assert files == {"index.json", "plan.json", ".lock", *(f"train-0000{i}.u8" for i in range(4)), "test-00000.u8"}
+
+
+def test_images_of_one_size_keep_it_and_others_become_centre_squares(tmp_path: Path) -> None:
+    oblong = write_set(tmp_path / "oblong", sides=(6, 8))
+    pack(oblong, tmp_path / "native", workers=1, size=8)
+    equal(tmp_path / "native", oblong)
+    assert open_packed(tmp_path / "native").images[0].shape == (12, 3, 6, 8)
+    pack(oblong, tmp_path / "smaller", workers=1, size=7)  # one side is larger than that
+    equal(tmp_path / "smaller", oblong, size=7)
+    ragged = write_set(tmp_path / "ragged")
+    save(ragged / "train/cat/9.png", 5, 11, 7)
+    pack(ragged, tmp_path / "square", workers=1, size=16)
+    equal(tmp_path / "square", ragged, size=16)
+
+
+def test_a_stored_square_is_what_torchvision_would_show_in_evaluation(tmp_path: Path) -> None:
+    source = write_set(tmp_path / "set")
+    save(source / "val/ant/1.png", 77, 30, 23)
+    pack(source, tmp_path / "out", workers=1, size=14)
+    torchvision()
+    from torchvision.transforms import v2
+
+    with PIL.Image.open(source / "val/ant/1.png") as image:
+        shown = v2.functional.pil_to_tensor(v2.Compose([v2.Resize(14), v2.CenterCrop(10)])(image))
+    stored = open_packed(tmp_path / "out").images[1].to("cpu")[1]
+    assert torch.equal(stored[:, 2:12, 2:12], shown)
+
+
+def test_grey_transparent_and_palette_images_become_rgb(tmp_path: Path) -> None:
+    source = write_set(tmp_path / "set")
+    for number, mode in enumerate(("L", "RGBA", "P", "LA", "1")):
+        save(source / f"train/ant/{mode}.png", number, mode=mode)
+    pack(source, tmp_path / "out", workers=1)
+    equal(tmp_path / "out", source)
+
+
+def test_several_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
+    source = write_set(tmp_path / "set", n=9)
+    heard: list[int] = []
+    one = pack(source, tmp_path / "one", workers=1, shard_bytes=4 * 192)
+    two = pack(source, tmp_path / "two", workers=2, shard_bytes=4 * 192, on_progress=lambda done, _: heard.append(done))
+    assert one.packed.images[0].shards == two.packed.images[0].shards
+    assert heard == sorted(heard) and heard[-1] == 30
+    assert not check_packed(tmp_path / "two").problems
+
+
+def test_processes_that_decode_begin_without_torch() -> None:
+    code = "import sys, tbbn.bench.cli.main, tbbn.bench.data.packed.workers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "side", "shards"),
+    [(100, 8, 1), (16_000, 64, 47), (100_000, 64, 147), (1_281_167, 256, 939), (3, 20_000, 3)],
+    ids=["a few", "some classes", "Tiny-ImageNet", "ImageNet", "huge ones"],
+)
+def test_a_set_has_shards_for_many_processes_and_no_more_than_it_needs(n: int, side: int, shards: int) -> None:
+    assert -(-n // _shard_images(n, 3 * side * side)) == shards
+
+
+def test_a_set_is_repaired_in_the_shards_it_has(tmp_path: Path) -> None:
+    source, out = write_set(tmp_path / "set", n=9), tmp_path / "out"
+    pack(source, out, workers=1, shard_bytes=4 * 192)
+    before = {file.name: file.read_bytes() for file in out.glob("*.u8")}
+    with pytest.raises(UserError, match="of other images, or of another size"):
+        pack(source, out, workers=1, shard_bytes=5 * 192)
+    (out / "train-00001.u8").unlink()
+    assert pack(source, out, workers=1).decoded == 4
+    assert {file.name: file.read_bytes() for file in out.glob("*.u8")} == before
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+from tbbn.bench.data.packed import shards, workers
+from tbbn.bench.data.packed.pack import pack
+workers._AT_ONCE = int(sys.argv[3])
+if __name__ == "__main__":
+    try:
+        pack(Path(sys.argv[1]), Path(sys.argv[2]), workers=2)
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+else:
+    shards.open_image = workers.image_sizes = lambda *args: os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("at_once", [4, 1000], ids=["at the sizes", "at the images"])
+def test_a_process_that_dies_is_told(tmp_path: Path, at_once: int) -> None:
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    source = write_set(tmp_path / "set", n=9)
+    program = [sys.executable, str(script), str(source), str(tmp_path / "out"), str(at_once)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1 and "UserError: pack: a process that decoded images has died" in done.stderr
+
+
+def test_tiny_imagenet_as_published_is_packed_by_its_annotations(tmp_path: Path) -> None:
+    root = tmp_path / "tiny-imagenet-200"
+    for place, name in enumerate(("n01", "n02")):
+        save(root / f"train/{name}/images/{name}_0.JPEG", place)
+        save(root / f"val/images/val_{place}.JPEG", 9 + place)
+    save(root / "test/images/test_0.JPEG", 3)  # has no label
+    (root / "val/val_annotations.txt").write_text("val_1.JPEG\tn01\t0 0 1 1\nval_0.JPEG\tn02\t0 0 1 1\n")
+    expected = load("tiny-imagenet", tmp_path, size=8)
+    pack(root, tmp_path / "tiny-imagenet-packed", workers=1)
+    (tmp_path / "tiny-imagenet-200").rename(tmp_path / "away")
+    assert found(tmp_path)["tiny-imagenet"]
+    got = load("tiny-imagenet", tmp_path)  # under its own name, from tiny-imagenet-packed/
+    assert got.classes == expected.classes and torch.equal(got.test.labels, torch.tensor([0, 1]))
+    assert torch.equal(got.test.images.to("cpu"), expected.test.images)
+    with pytest.raises(UserError, match=r"tiny-imagenet: packed at 8x8, 32x32 asked for; pack it with --size 32"):
+        load("tiny-imagenet", tmp_path, size=32)
+
+
+def test_a_file_of_classes_picks_and_orders_them(tmp_path: Path) -> None:
+    source = write_set(tmp_path / "set")
+    (tmp_path / "classes.txt").write_text("cat\nant\n")
+    outcome = pack(source, tmp_path / "out", workers=1, classes=tmp_path / "classes.txt")
+    assert outcome.packed.classes == ("cat", "ant") and len(outcome.packed.labels[0]) == 8
+    train = load(f"folder:{source}").train
+    assert torch.equal(outcome.packed.images[0].to("cpu")[:4], train.images[8:])
+
+
+# Interrupted packs. ----------------------------------------------------------------------------------------------------
+
+
+def decoded(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -> list[str]:
+    """The files decoded from now on; the process "dies" at one more than `stop_after`."""
+    seen: list[str] = []
+    real = shards.open_image
+
+    def watched(file: Path, channels: int, size: int | None) -> Any:
+        if stop_after is not None and len(seen) == stop_after:
+            raise KeyboardInterrupt
+        seen.append(f"{file.parent.name}/{file.name}")
+        return real(file, channels, size)
+
+    monkeypatch.setattr(shards, "open_image", watched)
+    return seen
+
+
+def interrupt(source: Path, out: Path, after: int) -> None:
+    """A pack in shards of three that is stopped after so many images."""
+    with pytest.MonkeyPatch.context() as patch:
+        decoded(patch, stop_after=after)
+        with pytest.raises(KeyboardInterrupt):
+            pack(source, out, workers=1, shard_bytes=3 * 192)
+
+
+def test_an_interrupted_pack_goes_on_with_the_shard_it_was_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    interrupt(source, out, 7)
+    with pytest.raises(UserError, match=r"out: holds no whole packed set \(index.json\); tbbn data pack IMAGES"):
+        load(f"packed:{out}")
+    assert not list(out.glob(".train*"))
+    seen, heard = decoded(monkeypatch), []
+    outcome = pack(source, out, workers=1, shard_bytes=3 * 192, on_progress=lambda done, n: heard.append((done, n)))
+    assert seen[0] == "bee/2.png" and len(seen) == outcome.decoded == 9 and heard[0] == (7, 15)
+    equal(out, source)
+    assert pack(source, out, workers=1, shard_bytes=3 * 192).decoded == 0
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tbbn.bench.data.packed import shards
+from tbbn.bench.data.packed.pack import pack
+def slow(file, channels, size, real=shards.open_image):
+    time.sleep(0.01)
+    return real(file, channels, size)
+shards.open_image = slow
+if __name__ == "__main__":
+    pack(Path(sys.argv[1]), Path(sys.argv[2]), workers=2, shard_bytes=3 * 192)
+"""
+
+
+def test_a_pack_killed_at_any_moment_is_continued(tmp_path: Path) -> None:
+    source, out = write_set(tmp_path / "set", n=30), tmp_path / "out"
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    process = subprocess.Popen([sys.executable, str(script), str(source), str(out)])
+    until = time.monotonic() + 60
+    while len(list(out.glob("train-*.json"))) < 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = {file.stem: file.read_text() for file in out.glob("*.json") if file.stem != "plan"}
+    assert len(kept) >= 4 and "index" not in kept, "killed too late"
+    outcome = pack(source, out, workers=1, shard_bytes=3 * 192)
+    assert outcome.decoded <= 93 - 3 * 4
+    equal(out, source)
+    assert not check_packed(out).problems
+
+
+def test_a_changed_image_is_packed_again_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    interrupt(source, out, 14)
+    save(source / "train/bee/1.png", 999)
+    seen = decoded(monkeypatch)
+    pack(source, out, workers=1, shard_bytes=3 * 192)
+    assert seen[:3] == ["ant/3.png", "bee/0.png", "bee/1.png"] and len(seen) == 6
+    equal(out, source)
+
+
+def test_a_deleted_shard_is_restored_from_the_images(tmp_path: Path) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    pack(source, out, workers=1, shard_bytes=3 * 192)
+    (out / "train-00002.u8").unlink()
+    with pytest.raises(UserError, match=r"train-00002.u8: cannot be read \(No such file or directory\); the same tbbn"):
+        load(f"packed:{out}")
+    assert pack(source, out, workers=1, shard_bytes=3 * 192).decoded == 3
+    equal(out, source)
+
+
+def test_a_set_of_other_images_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    pack(source, out, workers=1, shard_bytes=3 * 192)
+    with pytest.raises(UserError, match=r"out: holds a packed set of other images, or of another size; .*--overwrite"):
+        pack(source, out, workers=1, size=4, shard_bytes=3 * 192)
+    pack(source, out, workers=1, size=4, overwrite=True)
+    equal(out, source, size=4)
+    assert len(list(out.glob("*.u8"))) == 2
+
+
+def test_two_packs_into_one_folder_do_not_meet(tmp_path: Path) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+
+    def second(done: int, n: int) -> None:
+        with pytest.raises(UserError, match=r"out: another process is packing into it; wait for it"):
+            pack(source, out, workers=1)
+
+    pack(source, out, workers=1, on_progress=second)
+
+
+# What is wrong is said in one line. ------------------------------------------------------------------------------------
+
+
+def test_unreadable_images_are_named_and_counted_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    (source / "train/ant/2.png").write_bytes(b"no image")
+    whole = (source / "train/cat/1.png").read_bytes()
+    (source / "train/cat/1.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"^train/ant/2.png: is not a readable image .*; 2 images are unreadable; mend"):
+        pack(source, out, workers=1)
+    assert not (out / "index.json").exists()
+    seen = decoded(monkeypatch)
+    outcome = pack(source, out, workers=1, unreadable="skip")
+    assert not seen  # all were tried the first time
+    assert outcome.packed.skipped == ("train/ant/2.png", "train/cat/1.png")
+    equal(out, source, unreadable="skip")
+    assert load(f"packed:{out}").skipped == outcome.packed.skipped
+
+
+def test_a_class_without_a_readable_image_is_an_error(tmp_path: Path) -> None:
+    source = write_set(tmp_path / "set")
+    (source / "val/bee/0.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"class 'bee' has no readable image in test"):
+        pack(source, tmp_path / "out", workers=1, unreadable="skip")
+
+
+def test_a_damaged_shard_is_found_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    assert main(["data", "pack", str(source), str(out), "--workers", "1", "--quiet"]) == 0
+    assert f"tbbn run --data packed:{out}" in capsys.readouterr().out
+    assert main(["data", "check", str(out)]) == 0
+    assert "2 shards, 0.00 GiB, all whole" in capsys.readouterr().out
+    content = bytearray((out / "train-00000.u8").read_bytes())
+    content[100] ^= 1
+    (out / "train-00000.u8").write_bytes(content)
+    assert main(["data", "check", str(out)]) == 1
+    assert "train-00000.u8: damaged: its content does not match its checksum; delete it" in capsys.readouterr().out
+    (out / "train-00000.u8").write_bytes(content[:-1])
+    assert main(["data", "check", str(out), "--json"]) == 1
+    problem = json.loads(capsys.readouterr().out)["problems"][0]
+    assert problem == {"file": "train-00000.u8", "problem": "has 2303 bytes, must have 2304"}
+    with pytest.raises(UserError, match=r"train-00000.u8: has 2303 bytes, must have 2304"):
+        load(f"packed:{out}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 99}, "has schema 99; this version reads 1; pack the set again"),
+        ({"kind": "others"}, "is not the index of a packed data set"),
+        ({"classes": ["x", "y", "z"]}, "damaged: its content does not match its checksum"),
+    ],
+)
+def test_an_index_of_another_kind_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    out = tmp_path / "out"
+    pack(write_set(tmp_path / "set"), out, workers=1)
+    index = json.loads((out / "index.json").read_text())
+    (out / "index.json").write_text(json.dumps({**index, **change}))
+    with pytest.raises(UserError, match=message):
+        load(f"packed:{out}")
+    (out / "index.json").write_text("{")
+    with pytest.raises(UserError, match=r"index.json: damaged, or not an index"):
+        load(f"packed:{out}")
+
+
+def test_an_index_without_its_entries_is_refused(tmp_path: Path) -> None:
+    index: dict[str, Any] = {"kind": packed.KIND, "schema": 1, "shape": [3, 8, 8]}
+    (tmp_path / "index.json").write_text(json.dumps({**index, "sha256": packed.index_digest(index)}))
+    with pytest.raises(UserError, match=r"index.json: damaged: KeyError 'shards'; pack the set again"):
+        open_packed(tmp_path)
+
+
+def test_places_that_will_not_do_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_set(tmp_path / "set")
+    with pytest.raises(UserError, match=r"set: holds '\w+', no part of a packed set; give an empty folder"):
+        pack(source, source)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file: is a file; give a folder to pack into"):
+        pack(source, tmp_path / "file")
+    with pytest.raises(UserError, match=r"pack: .*train needs the folders train"):
+        pack(source / "train", tmp_path / "out")
+    with pytest.raises(UserError, match=r"nowhere: no such folder; make it with tbbn data pack"):
+        load(f"packed:{tmp_path / 'nowhere'}")
+    for options in ({"size": 0}, {"workers": -1}):
+        with pytest.raises(UserError, match=r"pack: --\w+ must be at least 1, got"):
+            pack(source, tmp_path / "out", **options)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"unknown way to treat unreadable images 'drop'"):
+        pack(source, tmp_path / "out", unreadable="drop")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
+    with pytest.raises(UserError, match=r"out: needs 0.0 GiB, 0.0 GiB are free; lower --size, or use another disk"):
+        pack(source, tmp_path / "out", workers=1)
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("tbbn.bench.data.packed.pack.write_whole", lambda *_: None)
+    with pytest.raises(UserError, match=r"train-00000.u8: cannot be written \(No space left on device\); the same"):
+        pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {".lock"}
+
+
+def test_the_command_says_what_it_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data", "pack", str(write_set(tmp_path / "set")), str(tmp_path / "out"), "--workers", "1"]
+    assert main([*words, "--json"]) == 0
+    said = capsys.readouterr()
+    outcome = json.loads(said.out)
+    assert outcome["train"] == 12 and outcome["test"] == 3 and outcome["shape"] == [3, 8, 8] and outcome["shards"] == 2
+    assert said.err.startswith("packing: 15 of 15 images, ")
+    assert main(words) == 0
+    assert "12 + 3 images of 3 classes at 8x8, 0.00 GiB (packed before)" in capsys.readouterr().out
+    assert main(["data"]) == 2 and main(["data", "pack", str(tmp_path)]) == 2
+
+
+# Streams. --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_gives_what_indexing_gives(tmp_path: Path) -> None:
+    source = write_set(tmp_path / "set", n=12)
+    pack(source, tmp_path / "out", workers=1, shard_bytes=5 * 192)
+    images = load(f"folder:{source}").train.images
+    streamed = Streamed(open_packed(tmp_path / "out").images[0], torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randint(0, 36, (n,), generator=generator) for n in (7, 1, 0, 12, *range(1, 20))]
+    n_read = 0
+    for part, (batch,) in zip(parts, streamed.ahead(parts), strict=True):
+        assert torch.equal(batch, images[part])
+        n_read += 1
+    assert n_read == len(parts)
+    assert list(streamed.ahead([])) == []
+
+
+def test_a_set_is_streamed_where_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
+    stored, cpu = open_packed(tmp_path / "out").images[0], torch.device("cpu")
+    assert isinstance(placed(stored, cpu), torch.Tensor) and isinstance(placed(stored, cpu, "yes"), Streamed)
+    monkeypatch.setattr("tbbn.bench.data.packed.stream._free_bytes", lambda _: 2 * 12 * 192 - 1)
+    assert isinstance(placed(stored, cpu), Streamed) and isinstance(placed(stored, cpu, "no"), torch.Tensor)
+    with pytest.raises(UserError, match=r"data.stream = 'yes' needs a packed data set"):
+        placed(torch.zeros(1), cpu, "yes")
+
+
+def test_an_error_of_a_reading_thread_reaches_the_one_who_asks(tmp_path: Path) -> None:
+    pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
+    streamed = Streamed(open_packed(tmp_path / "out").images[0], torch.device("cpu"))
+    with pytest.raises(IndexError):
+        next(streamed.ahead([torch.tensor([999])]))
+
+
+def test_labels_are_kept_as_runs() -> None:
+    assert run_lengths([3, 3, 3, 0, 3]) == [[3, 3], [0, 1], [3, 1]] and run_lengths([]) == []

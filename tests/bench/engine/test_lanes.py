@@ -1,0 +1,205 @@
+"""Many runs from one thread: each is what it is alone, and one that fails leaves the others untouched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinyrun import finish, tiny
+
+from tbbn.bench.engine import Event, Stepped, TaskEnded, run_lanes
+from tbbn.bench.engine.events import EpochEnded, Position
+from tbbn.bench.engine.lanes import Growth
+from tbbn.bench.methods import METHODS
+from tbbn.bench.runs.record import Record, load_record
+from tbbn.errors import UserError
+
+
+def told(record: Record) -> dict[str, Any]:
+    tree = {key: value for key, value in asdict(record).items() if key not in ("seconds", "environment", "predictions")}
+    return {**tree, "predictions": {key: value.tolist() for key, value in record.predictions.items()}}
+
+
+CONFIGS = [
+    tiny(),
+    tiny(seed=1, norm__name="tbbn", method__name="icarl"),
+    tiny(seed=2, method__name="eeil", method__balanced_epochs=1, data__tasks=2),
+    tiny(seed=3, data__online=True, train__epochs=1),
+]
+
+
+def test_a_record_from_a_lane_is_that_of_the_run_alone() -> None:
+    together = run_lanes(CONFIGS, 3)
+    for config, record in zip(CONFIGS, together, strict=True):
+        assert record.status == "finished"
+        assert told(record) == told(finish(config).record)
+
+
+def test_runs_take_turns_and_a_free_lane_takes_the_next() -> None:
+    turns: list[int] = []
+    ends: list[int] = []
+
+    def event(number: int, event: Event) -> None:
+        if isinstance(event, Stepped):
+            turns.append(number)
+
+    def end(number: int, record: Record) -> None:
+        ends.append(number)
+
+    run_lanes([tiny(), tiny(seed=1), tiny(seed=2)], 2, on_event=event, on_end=end)
+    assert turns[:6] == [0, 1, 0, 1, 0, 1]
+    assert turns.index(2) > max(turns.index(0), turns.index(1))
+    assert turns.index(2) > turns.count(0)  # not before one of the first two has ended
+    assert sorted(ends) == [0, 1, 2] and ends[-1] == 2
+
+
+def test_more_lanes_than_runs_is_no_mistake() -> None:
+    assert [r.status for r in run_lanes([tiny(data__stop_after=1)], 8)] == ["finished"]
+    assert run_lanes([], 2) == []
+
+
+def test_a_lane_that_cannot_begin_is_marked_failed(tmp_path: Path) -> None:
+    configs = [tiny(), tiny(data__name="folder:/nowhere"), tiny(seed=1)]
+    places = [tmp_path / str(i) for i in range(3)]
+    records = run_lanes(configs, 3, directories=places)
+    assert [r.status for r in records] == ["finished", "failed", "finished"]
+    assert records[1].message.startswith("UserError: ") and "/nowhere" in records[1].message
+    assert load_record(places[1]).status == "failed"
+    assert told(records[0]) == told(finish(configs[0]).record)
+    assert told(records[2]) == told(finish(configs[2]).record)
+
+
+def test_a_lane_that_breaks_on_the_way_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = METHODS["er"]
+    real = kind.loss
+
+    def breaking(self: Any, batch: Any, output: Any, previous: Any) -> Any:
+        if batch.n_old_classes:
+            raise RuntimeError("injected")
+        return real(self, batch, output, previous)
+
+    monkeypatch.setattr(kind, "loss", breaking)
+    configs = [tiny(method__name="er"), tiny(), tiny(seed=1, norm__name="tbbn")]
+    ended: dict[int, str] = {}
+    records = run_lanes(
+        configs,
+        2,
+        directories=[tmp_path / str(i) for i in range(3)],
+        on_end=lambda number, record: ended.update({number: record.status}),
+    )
+    assert [r.status for r in records] == ["failed", "finished", "finished"]
+    assert ended == {0: "failed", 1: "finished", 2: "finished"}
+    assert records[0].message == "RuntimeError: injected"
+    assert len(records[0].accuracy) == 1  # the first task was learnt
+    saved = load_record(tmp_path / "0")
+    assert (saved.status, saved.message, saved.accuracy) == ("failed", "RuntimeError: injected", records[0].accuracy)
+    assert told(records[1]) == told(finish(configs[1]).record)
+
+
+def test_a_diverging_lane_is_diverged_not_failed() -> None:
+    records = run_lanes([tiny(train__lr=1e20), tiny(data__stop_after=1)], 2)
+    assert [r.status for r in records] == ["diverged", "finished"]
+
+
+def test_once_told_to_stop_no_lane_begins_and_those_at_work_are_interrupted(tmp_path: Path) -> None:
+    steps = 0
+
+    def event(_: int, event: Event) -> None:
+        nonlocal steps
+        steps += isinstance(event, Stepped)
+
+    configs = [tiny(seed=seed) for seed in range(3)]
+    places = [tmp_path / str(i) for i in range(3)]
+    stopped = run_lanes(configs, 2, directories=places, on_event=event, stop=lambda: steps >= 7)
+    assert [r.status for r in stopped] == ["interrupted"] * 3
+    assert steps <= 9 and not places[2].exists()
+    resumed = run_lanes(configs, 2, directories=places)
+    for config, record in zip(configs, resumed, strict=True):
+        assert told(record) == told(finish(config).record)
+
+
+def test_lanes_share_their_threads_until_the_last_has_ended_and_put_them_back(threads: list[int]) -> None:
+    before = threads[-1]
+    seen: set[int] = set()
+
+    def event(_: int, event: Event) -> None:
+        if isinstance(event, (Stepped, TaskEnded)):
+            seen.add(threads[-1])
+
+    run_lanes([tiny(threads=before + 1, data__stop_after=1), tiny(threads=before + 1)], 2, on_event=event)
+    assert seen == {before + 1} and threads[-1] == before
+
+
+def test_lanes_that_want_other_threads_or_precision_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"lanes: runs side by side share precision, threads and autotune, got .*; run them apart\."
+    ):
+        run_lanes([tiny(threads=1), tiny(threads=2)], 2)
+    with pytest.raises(UserError, match=r"lanes: runs side by side share precision, threads and autotune"):
+        run_lanes([tiny(), tiny(precision="tf32")], 2)
+
+
+def growth(speeds: list[float], limit: int = 8, room: int = 8, pause: int = -1) -> Growth:
+    """Lanes of which ``n`` together do ``speeds[n - 1]`` epochs of ten steps a second, until they no longer grow.
+
+    In round number ``pause`` something else takes a minute.
+    """
+    now = 0.0
+    found = Growth(limit, lambda n: n < room, lambda: now)
+    for i in range(1000):
+        lanes = found.n
+        now += 60.0 * (i == pause)
+        for lane in range(lanes):
+            for _ in range(10):
+                found.event(lane, Stepped(Position(), "train", 1, 1, 10))
+        for lane in range(lanes):
+            now += 1 / speeds[lanes - 1]
+            found.event(lane, EpochEnded(Position(), "train", 1, {}, None))
+            if found.n != lanes:
+                break
+        if not found.growing:
+            return found
+    raise AssertionError("it never settled")
+
+
+@pytest.mark.parametrize(
+    ("speeds", "lanes"),
+    [
+        ([1.0, 1.9, 2.5, 2.55, 2.6], 4),  # the fourth did not pay, but it is at work
+        ([1.0, 1.0, 5.0], 2),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 8),
+    ],
+)
+def test_lanes_grow_as_long_as_that_pays(speeds: list[float], lanes: int) -> None:
+    found = growth(speeds)
+    assert found.n == lanes
+    assert found.best == pytest.approx(10 * max(speeds[:lanes]))
+
+
+@pytest.mark.parametrize("pause", range(8))
+def test_a_pause_while_it_is_measured_does_not_end_the_growth(pause: int) -> None:
+    assert growth([1.0, 2.0, 3.0, 4.0], limit=4, pause=pause).n == 4
+
+
+def test_lanes_do_not_outgrow_the_runs_or_the_memory() -> None:
+    assert growth([1.0, 2.0, 3.0, 4.0], limit=3).n == 3
+    assert growth([1.0, 2.0, 3.0, 4.0], room=2).n == 2
+    assert not Growth(1).growing
+
+
+def test_a_lane_that_ends_while_it_is_measured_spoils_no_measurement() -> None:
+    now = 0.0
+    found = Growth(8, clock=lambda: now)
+    ended = EpochEnded(Position(), "train", 1, {}, None)
+    found.event(0, ended)
+    found.event(0, None)
+    now = 50.0
+    found.event(0, ended)
+    assert found.n == 1 and found.best == 0.0
+
+
+def test_the_number_of_lanes_may_be_left_open() -> None:
+    records = run_lanes([tiny(data__stop_after=1), tiny(data__stop_after=1, seed=1)], None)
+    assert [r.status for r in records] == ["finished", "finished"]

@@ -1,0 +1,335 @@
+"""What methods do before and after the training, and how they predict."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tbbn.bench.methods import METHODS, Method, method
+from tbbn.bench.methods.bic import BiasCorrectedHead
+
+
+def seed(value: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(value)
+
+
+# BiC. ----------------------------------------------------------------------------------------------------------------
+
+
+def bic_network(world: Any) -> Any:
+    net = world.stage(method("bic"), number=1).network
+    head = net.head
+    with torch.no_grad():
+        for parameter, value in zip([*head.alphas, *head.betas], (0.5, 2.0, -1.0, 3.0), strict=True):
+            parameter.fill_(value)
+    return net
+
+
+def test_bias_corrected_logits_are_scaled_and_shifted_task_by_task(world: Any) -> None:
+    net = bic_network(world)
+    head, x = net.head, torch.randn(3, 64, generator=seed())
+    logits, scaled = head.scores(x)
+    for row in range(3):
+        for c in range(5):
+            task, column = (0, c) if c < 2 else (1, c - 2)
+            raw = (head.weights[task][column] @ x[row] + head.biases[task][column]).item()
+            alpha, beta = head.alphas[task].item(), head.betas[task].item()
+            assert logits[row, c].item() == pytest.approx(alpha * raw + beta, abs=1e-4)
+            assert scaled[row, c].item() == pytest.approx(alpha * raw, abs=1e-4)
+
+
+def test_a_fresh_correction_changes_nothing_and_is_saved(world: Any) -> None:
+    head = BiasCorrectedHead(4)
+    head.grow(2, seed())
+    head.grow(3, seed(1))
+    logits, scaled = head.scores(torch.randn(2, 4, generator=seed(2)))
+    assert torch.equal(logits, scaled)
+    assert {"alphas.0", "alphas.1", "betas.0", "betas.1"} <= set(head.state_dict())
+    assert len(head.block(1)) == 4
+
+
+def test_the_teacher_of_bic_gives_corrected_logits(world: Any) -> None:
+    net = bic_network(world).eval()
+    out = net.teacher()(world.images[:4])
+    plain = F.linear(out.features, net.head.joined_weights(), torch.cat(list(net.head.biases)))
+    torch.testing.assert_close(out.logits[:, 2:], 2 * plain[:, 2:] + 3)
+
+
+def test_bic_s_correction_loss_punishes_the_offset_and_no_other_parameter(world: Any) -> None:
+    bic, net = method("bic"), bic_network(world).eval()
+    batch = world.batch([0, 3, 4, 1], n_old=2, n=5)
+    out = net(world.images[:4])
+    losses = bic.correction_loss(batch, out, None)  # type: ignore[attr-defined]
+    expected = F.cross_entropy(out.logits, batch.labels).item()
+    assert losses["ce"].item() == pytest.approx(expected, rel=1e-6)
+    assert losses["offset"].item() == pytest.approx(0.05 * 9, rel=1e-5)
+    losses["offset"].backward()
+    assert net.head.betas[1].grad.item() == pytest.approx(0.1 * 3, rel=1e-4)
+    assert net.head.alphas[1].grad.item() == pytest.approx(0.0, abs=1e-6)
+    assert net.head.weights[1].grad.abs().max().item() == pytest.approx(0.0, abs=1e-6)
+
+
+# WA. -----------------------------------------------------------------------------------------------------------------
+
+
+def test_wa_makes_new_weights_as_long_as_old_ones_on_average(world: Any) -> None:
+    wa = method("wa")
+    stage = world.stage(wa, number=2)
+    before = [w.detach().clone() for w in stage.network.head.weights]
+    biases = [b.detach().clone() for b in stage.network.head.biases]
+    wa.after_training(stage)
+    old = [math.hypot(*row) for block in before[:2] for row in block.tolist()]
+    new = [math.hypot(*row) for row in before[2].tolist()]
+    gamma = (sum(old) / 5) / (sum(new) / 2)
+    after = list(stage.network.head.weights)
+    assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
+    torch.testing.assert_close(after[2].detach(), before[2] * gamma)
+    assert all(torch.equal(a, b) for a, b in zip(stage.network.head.biases, biases, strict=True))
+
+
+def test_wa_leaves_the_first_task_alone(world: Any) -> None:
+    wa = method("wa")
+    stage = world.stage(wa)
+    before = stage.network.head.weights[0].detach().clone()
+    wa.after_training(stage)
+    assert torch.equal(stage.network.head.weights[0], before)
+
+
+# iCaRL. --------------------------------------------------------------------------------------------------------------
+
+
+def test_icarl_predicts_the_nearest_mean_of_exemplars(world: Any) -> None:
+    icarl = method("icarl")
+    stage = world.stage(icarl, number=1)
+    world.finish(icarl, stage)
+    out = stage.network.eval()(world.images[::5])
+    means = []
+    for c in range(5):
+        rows = stage.memory.index[stage.memory.labels == c]
+        units = [F.normalize(stage.outputs(row[None]).features[0], dim=0) for row in rows]
+        means.append(F.normalize(torch.stack(units).mean(0), dim=0).tolist())
+    scores = icarl.predict(out)
+    for row, feature in zip(scores.tolist(), out.features.tolist(), strict=True):
+        unit = [v / math.hypot(*feature) for v in feature]
+        assert row == pytest.approx([-(math.dist(unit, m) ** 2) for m in means], abs=1e-5)
+
+
+def test_icarl_never_chooses_a_class_without_exemplars(world: Any) -> None:
+    icarl = method("icarl")
+    stage = world.stage(icarl, number=1)
+    world.finish(icarl, stage)
+    keep = stage.memory.labels != 3
+    stage.memory.index, stage.memory.labels = stage.memory.index[keep], stage.memory.labels[keep]
+    icarl.after_task(stage)
+    scores = icarl.predict(stage.network.eval()(world.images))
+    assert scores[:, 3].eq(-math.inf).all() and scores[:, [0, 1, 2, 4]].isfinite().all()
+
+
+def test_icarl_falls_back_to_logits_without_means_for_all_classes(world: Any) -> None:
+    icarl = method("icarl")
+    in_the_middle = world.stage(icarl, number=1).network.eval()(world.images[:3])
+    assert torch.equal(icarl.predict(in_the_middle), in_the_middle.logits)
+    stage = world.stage(icarl, budget=0)
+    world.finish(icarl, stage)
+    out = stage.network.eval()(world.images[:3])
+    assert torch.equal(icarl.predict(out), out.logits)
+
+
+# IL2M. ---------------------------------------------------------------------------------------------------------------
+
+
+def softmax(row: list[float]) -> list[float]:
+    exps = [math.exp(v) for v in row]
+    return [e / sum(exps) for e in exps]
+
+
+def il2m_scores(stage: Any, rows: torch.Tensor) -> dict[int, list[tuple[float, float]]]:
+    """For each class the (own score, best score) of its rows."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for row in rows.tolist():
+        p = softmax(stage.outputs(torch.tensor([row])).logits[0].tolist())
+        label = int(stage.all_labels[row])
+        found.setdefault(label, []).append((p[label], max(p)))
+    return found
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_il2m_rectifies_past_scores_where_the_best_class_is_new(world: Any) -> None:
+    il2m = method("il2m")
+    learnt: dict[int, float] = {}
+    confidence: dict[int, float] = {}
+    first = world.stage(il2m)
+    found = il2m_scores(first, first.task.train)
+    for c, pairs in found.items():
+        learnt[c] = mean([own for own, _ in pairs])
+        confidence[c] = mean([best for pairs in found.values() for _, best in pairs])
+
+    stage = world.stage(il2m, number=1)
+    il2m.after_training(stage)
+    found = il2m_scores(stage, stage.task.train)
+    now_confidence = mean([best for pairs in found.values() for _, best in pairs])
+    now = {c: mean([own for own, _ in pairs]) for c, pairs in il2m_scores(stage, stage.memory.index).items()}
+    out = stage.network.eval()(world.images[: 5 * 12])
+    scores = il2m.predict(out)
+    seen = set()
+    for row, logits in zip(scores.tolist(), out.logits.tolist(), strict=True):
+        p = softmax(logits)
+        is_new = p.index(max(p)) >= 2
+        seen.add(is_new)
+        if is_new:
+            p = [v * learnt[c] / now[c] * now_confidence / confidence[c] if c < 2 else v for c, v in enumerate(p)]
+        assert row == pytest.approx(p, rel=1e-4)
+    assert seen == {True, False}
+
+
+def test_il2m_leaves_classes_without_exemplars_and_runs_without_memory_alone(world: Any) -> None:
+    il2m = method("il2m")
+    stage = world.stage(il2m, number=1)
+    keep = stage.memory.labels != 0
+    stage.memory.index, stage.memory.labels = stage.memory.index[keep], stage.memory.labels[keep]
+    il2m.after_training(stage)
+    factors = stage.network.recall("factors")
+    assert factors[0] == 1 and factors[1] != 1 and factors[2:].eq(1).all()
+    bare = world.stage(il2m, number=1, budget=0)
+    il2m.after_training(bare)
+    assert bare.network.recall("factors").eq(1).all()
+
+
+def test_il2m_in_the_middle_of_a_task_predicts_plain_probabilities(world: Any) -> None:
+    il2m = method("il2m")
+    out = world.stage(il2m, number=1).network.eval()(world.images[:3])
+    torch.testing.assert_close(il2m.predict(out), out.logits.softmax(1))
+
+
+# DER++. --------------------------------------------------------------------------------------------------------------
+
+
+def test_derpp_stores_logits_when_a_row_is_stored_and_keeps_them(world: Any) -> None:
+    derpp = method("derpp")
+    first = world.stage(derpp)
+    world.finish(derpp, first)
+    then = {row: first.outputs(torch.tensor([row])).logits[0] for row in first.memory.index.tolist()}
+
+    stage = world.stage(derpp, number=1)  # the same first task, then other weights
+    world.finish(derpp, stage)
+    state = stage.network.state
+    assert state["dark_rows"].tolist() == sorted(stage.memory.index.tolist())
+    kept = 0
+    for row, logits, width in zip(*(state[f"dark_{k}"] for k in ("rows", "logits", "widths")), strict=True):
+        if world.labels[row] < 2:
+            kept += 1
+            assert width == 2 and not logits[2:].any()
+            torch.testing.assert_close(logits[:2], then[int(row)])
+        else:
+            assert width == 5
+            torch.testing.assert_close(logits, stage.outputs(row[None]).logits[0])
+    assert kept == 4
+
+
+def test_derpp_without_memory_stores_nothing(world: Any) -> None:
+    derpp = method("derpp")
+    stage = world.stage(derpp, budget=0)
+    world.finish(derpp, stage)
+    assert stage.network.state == {}
+
+
+# PODNet and AFC. -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["podnet", "afc"])
+def test_new_proxies_start_at_cluster_centres_of_the_length_of_old_ones(name: str, world: Any) -> None:
+    chosen = method(name, {"n_proxies": 12})  # as many as images of a class: every image is a centre
+    stage = world.stage(chosen, number=1)
+    old = stage.network.head.weights[0].detach().clone()
+    chosen.before_task(stage)
+    assert stage.asked == ["proxies"]
+    assert torch.equal(stage.network.head.weights[0], old)
+    length = mean([math.hypot(*proxy) for cls in old.tolist() for proxy in cls])
+    for i, c in enumerate(stage.task.classes):
+        rows = stage.task.train[world.labels[stage.task.train] == c]
+        features = F.normalize(stage.outputs(rows).features, dim=1) * length
+        distances = torch.cdist(stage.network.head.weights[1][i].detach(), features)
+        assert distances.min(0).values.max() < 1e-3
+
+
+@pytest.mark.parametrize("name", ["podnet", "afc"])
+def test_proxies_of_the_first_task_are_left_as_drawn(name: str, world: Any) -> None:
+    chosen = method(name)
+    stage = world.stage(chosen)
+    before = stage.network.head.weights[0].detach().clone()
+    chosen.before_task(stage)
+    assert torch.equal(stage.network.head.weights[0], before) and not stage.asked
+
+
+def test_afc_s_importance_is_the_energy_of_the_gradient_by_channel(world: Any) -> None:
+    afc = method("afc")
+    stage = world.stage(afc, number=1)
+    stage.network.requires_grad_(False)  # as after a phase that trained the head alone
+    before = {key: tensor.clone() for key, tensor in stage.network.state_dict().items() if "importance" not in key}
+    afc.after_training(stage)
+    after = stage.network.state_dict()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
+    sums: list[list[float]] = [[0.0] * c for c in (32, 64, 64)]
+    net = stage.network.requires_grad_(True).train()
+    for batch in stage.batches("importance"):
+        out = net(batch.images)
+        for maps in out.stages:
+            maps.retain_grad()
+        terms = []
+        for row, y in enumerate(batch.labels.tolist()):
+            s = out.logits[row] - out.logits[row].max()
+            terms.append(torch.log(1 + s.exp().sum() - s[y].exp()) - s[y])
+        torch.stack(terms).mean().backward()
+        for total, maps in zip(sums, out.stages, strict=True):
+            for c in range(len(total)):
+                total[c] += maps.grad[:, c].square().sum().item() / len(batch.labels)
+    for i, total in enumerate(sums):
+        importance = stage.network.recall(f"importance_{i}")
+        assert importance.mean().item() == pytest.approx(1.0, rel=1e-4)
+        assert importance.tolist() == pytest.approx([v / mean(total) for v in total], rel=1e-3, abs=1e-5)
+
+
+def test_afc_without_any_gradient_takes_all_channels_as_equal(world: Any) -> None:
+    afc = method("afc")
+    stage = world.stage(afc)
+    stage.task = replace(stage.task, classes=range(1), train=stage.task.train[:12])
+    stage.network.head.task_sizes = [1]
+    stage.network.head.weights[0] = nn.Parameter(stage.network.head.weights[0][:1].detach())
+    afc.after_training(stage)
+    assert all(stage.network.recall(f"importance_{i}").eq(1).all() for i in range(3))
+
+
+# All of them. --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("budget", [0, 12])
+def test_every_method_walks_through_three_tasks_and_scores_all_classes(name: str, budget: int, world: Any) -> None:
+    chosen = method(name)
+    stage = world.stage(chosen, number=2, budget=budget)
+    world.finish(chosen, stage)
+    out = stage.network.eval()(world.images[:4])
+    scores = chosen.predict(out)
+    assert scores.shape == (4, 7) and not scores.isnan().any()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_remembers_is_restored_with_the_weights(name: str, world: Any) -> None:
+    chosen: Method = method(name)
+    stage = world.stage(chosen, number=1)
+    world.finish(chosen, stage)
+    fresh = world.stage(chosen).network
+    fresh.restore(stage.network.state_dict(), stage.network.task_sizes)
+    images = world.images[:4]
+    assert torch.equal(chosen.predict(fresh.eval()(images)), chosen.predict(stage.network.eval()(images)))
+    assert fresh.state.keys() == stage.network.state.keys()

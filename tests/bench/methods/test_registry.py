@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, dataclass, fields
+from typing import ClassVar
+
+import pytest
+
+from tbbn.bench.methods import METHODS, Method, method
+from tbbn.bench.methods.base import make_method
+from tbbn.errors import UserError
+
+NAMES = "afc balaug bic derpp eeil er ft icarl il2m joint lucir podnet ssil wa"
+
+
+def test_all_methods_are_there_and_say_what_they_are() -> None:
+    assert sorted(METHODS) == NAMES.split()
+    for name, kind in METHODS.items():
+        assert kind.name == name and kind.description
+        assert isinstance(method(name), kind)
+
+
+def test_every_default_is_a_value_the_method_takes() -> None:
+    for name, kind in METHODS.items():
+        defaults = {f.name: f.default for f in fields(kind)}
+        assert method(name, defaults) == method(name)
+        assert set(kind.limits) <= set(defaults)
+
+
+def test_mistakes_of_released_programs_are_off_unless_asked_for() -> None:
+    flags = {(n, f.name): f.default for n, kind in METHODS.items() for f in fields(kind) if isinstance(f.default, bool)}
+    assert flags == {
+        ("eeil", "skip_newest_head"): False,
+        ("eeil", "unbalanced_phase"): False,
+        ("ssil", "kd_last_task_only"): False,
+    }
+
+
+def test_options_become_fields_and_whole_numbers_pass_for_floats() -> None:
+    lucir = method("lucir", {"less_forget": 10, "top_k": 1})
+    assert lucir.less_forget == 10.0 and isinstance(lucir.less_forget, float)
+    assert lucir.top_k == 1
+
+
+def test_a_method_is_immutable() -> None:
+    with pytest.raises(FrozenInstanceError):
+        method("eeil").kd = 2.0  # type: ignore[attr-defined]
+
+
+def test_an_unknown_method_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(UserError, match=r"unknown method 'lucri'; choose one of: afc, .*Did you mean 'lucir'\?"):
+        method("lucri")
+    with pytest.raises(UserError, match="unknown method 'der'"):
+        method("der")
+
+
+def test_an_unknown_option_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(UserError, match=r"unknown option of method 'ssil': 'temprature'.*Did you mean 'temperature'\?"):
+        method("ssil", {"temprature": 2.0})
+
+
+def test_a_method_without_options_says_so() -> None:
+    with pytest.raises(UserError, match=r"\[method\] 'ft' takes no options, got 'kd'\."):
+        method("ft", {"kd": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "wanted"),
+    [
+        ("eeil", "balanced_epochs", 2.5, r"eeil\.balanced_epochs must be of type int \(default 40\), got 2\.5"),
+        ("eeil", "kd", "1", r"eeil\.kd must be of type float \(default 1\.0\), got '1'"),
+        ("eeil", "kd", True, r"eeil\.kd must be of type float \(default 1\.0\), got True"),
+        ("eeil", "skip_newest_head", 1, r"eeil\.skip_newest_head must be of type bool \(default False\), got 1"),
+        ("lucir", "top_k", True, r"lucir\.top_k must be of type int \(default 2\), got True"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused(name: str, option: str, value: object, wanted: str) -> None:
+    with pytest.raises(UserError, match=r"\[method\] " + wanted):
+        method(name, {option: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "wanted"),
+    [
+        ("wa", "temperature", 0.0, r"wa\.temperature must be above 0, got 0\.0"),
+        ("wa", "temperature", float("nan"), r"wa\.temperature must be above 0, got nan"),
+        ("wa", "temperature", float("inf"), r"wa\.temperature must be above 0, got inf"),
+        ("bic", "held_out", 1.0, r"bic\.held_out must be between 0 and 1, got 1\.0"),
+        ("lucir", "top_k", 0, r"lucir\.top_k must be above 0, got 0"),
+        ("podnet", "n_proxies", 0, r"podnet\.n_proxies must be above 0, got 0"),
+        ("derpp", "alpha", -0.5, r"derpp\.alpha must be at least 0 and finite, got -0\.5"),
+        ("eeil", "kd", float("inf"), r"eeil\.kd must be at least 0 and finite, got inf"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(name: str, option: str, value: float, wanted: str) -> None:
+    with pytest.raises(UserError, match=r"\[method\] " + wanted):
+        method(name, {option: value})
+
+
+def test_a_method_of_one_s_own_gets_the_same_checks() -> None:
+    @dataclass(frozen=True)
+    class Mine(Method):
+        name = "mine"
+        limits: ClassVar = {"share": (0, 1)}
+        share: float = 0.5
+
+    assert make_method(Mine, {"share": 0.25}).share == 0.25  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"mine\.share must be between 0 and 1, got 2\.0"):
+        make_method(Mine, {"share": 2})
+
+
+def test_the_base_has_no_loss() -> None:
+    with pytest.raises(NotImplementedError):
+        Method().loss(None, None, None)  # type: ignore[arg-type]

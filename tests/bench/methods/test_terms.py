@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tbbn.bench.methods import terms
+
+
+def seed(value: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(value)
+
+
+def randn(*shape: int, value: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=seed(value))
+
+
+def softmax(row: list[float], temperature: float = 1.0) -> list[float]:
+    exps = [math.exp(v / temperature) for v in row]
+    return [e / sum(exps) for e in exps]
+
+
+S, T = randn(5, 4, value=1), randn(5, 4, value=2)
+
+
+def slow(formula: str, temperature: float) -> float:
+    total = 0.0
+    for s, t in zip(S.tolist(), T.tolist(), strict=True):
+        q, p = softmax(s, temperature), softmax(t, temperature)
+        for a, b in zip(p, q, strict=True):
+            if formula == "ce":
+                total -= a * math.log(b) / 5
+            elif formula == "kl":
+                total += temperature**2 * a * math.log(a / b) / 5
+            else:
+                total -= (a * math.log(b) + (1 - a) * math.log(1 - b)) / 20
+    return total
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 3.5])
+@pytest.mark.parametrize(
+    ("formula", "term"),
+    [("ce", terms.soft_cross_entropy), ("kl", terms.soft_kl), ("bce", terms.soft_binary_cross_entropy)],
+)
+def test_distillation_terms_follow_their_formulas(formula: str, term: object, temperature: float) -> None:
+    assert term(S, T, temperature).item() == pytest.approx(slow(formula, temperature), rel=1e-5)  # type: ignore[operator]
+
+
+def test_soft_kl_of_equal_logits_is_zero() -> None:
+    assert terms.soft_kl(S, S, 2.0).item() == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(3, 1), torch.tensor([[60.0, -60.0]]), torch.tensor([[-200.0, 200.0]])])
+def test_soft_binary_cross_entropy_stays_finite_where_a_probability_is_one(logits: Tensor) -> None:
+    student = logits.clone().requires_grad_()
+    value = terms.soft_binary_cross_entropy(student, torch.zeros_like(logits), 1.0)
+    value.backward()
+    assert value.isfinite() and student.grad is not None and student.grad.isfinite().all()
+
+
+def test_shared_distillation_weighs_by_the_share_of_old_classes() -> None:
+    logits, labels = randn(3, 5, value=3), torch.tensor([0, 4, 2])
+    got = terms.shared_distillation(logits, labels, T[:3], 2.0)
+    ce = -sum(math.log(softmax(row)[y]) for row, y in zip(logits.tolist(), labels.tolist(), strict=True)) / 3
+    kd = 0.0
+    for row, old in zip(logits.tolist(), T[:3].tolist(), strict=True):
+        kd -= sum(a * math.log(b) for a, b in zip(softmax(old, 2.0), softmax(row[:4], 2.0), strict=True)) / 3
+    assert got["ce"].item() == pytest.approx(0.2 * ce, rel=1e-5)
+    assert got["kd"].item() == pytest.approx(0.8 * kd, rel=1e-5)
+
+
+def test_cosine_distance() -> None:
+    x, y = torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    assert terms.cosine_distance(x, y).item() == pytest.approx(0.5)
+
+
+def pod_by_hand(stages: list[Tensor], old: list[Tensor]) -> float:
+    total = 0.0
+    for x, y in zip(stages, old, strict=True):
+        for a, b in zip(x, y, strict=True):
+            pooled = []
+            for maps in (a, b):
+                c, h, w = maps.shape
+                v = [sum(maps[k, i, j].item() ** 2 for j in range(w)) for k in range(c) for i in range(h)]
+                v += [sum(maps[k, i, j].item() ** 2 for i in range(h)) for k in range(c) for j in range(w)]
+                length = math.sqrt(sum(e * e for e in v))
+                pooled.append([e / length for e in v])
+            total += math.dist(*pooled) / len(x)
+    return total / len(stages)
+
+
+def channels_by_hand(stages: list[Tensor], old: list[Tensor], importance: list[Tensor]) -> float:
+    total = 0.0
+    for x, y, weights in zip(stages, old, importance, strict=True):
+        n, c = x.shape[:2]
+        for row in range(n):
+            for k in range(c):
+                units = []
+                for maps in (x, y):
+                    v = [e.item() ** 2 for e in maps[row, k].flatten()]
+                    units.append([e / math.sqrt(sum(u * u for u in v)) for e in v])
+                total += weights[k].item() * math.dist(*units) / (n * c)
+    return total / len(stages)
+
+
+STAGES = [randn(3, 2, 3, 4, value=4), randn(3, 5, 2, 2, value=5)]
+OLD = [randn(3, 2, 3, 4, value=6), randn(3, 5, 2, 2, value=7)]
+
+
+def test_pod_spatial_pools_squares_over_width_and_height() -> None:
+    assert terms.pod_spatial(STAGES, OLD).item() == pytest.approx(pod_by_hand(STAGES, OLD), rel=1e-5)
+
+
+def test_channel_distance_weighs_channels_by_importance() -> None:
+    importance = [torch.tensor([0.5, 1.5]), torch.tensor([0.1, 2.0, 0.0, 1.0, 1.9])]
+    got = terms.channel_distance(STAGES, OLD, importance).item()
+    assert got == pytest.approx(channels_by_hand(STAGES, OLD, importance), rel=1e-5)
+
+
+@pytest.mark.parametrize("term", [terms.pod_spatial, lambda x, y: terms.channel_distance(x, y, [torch.ones(2)])])
+def test_map_distances_have_a_finite_gradient_where_student_and_teacher_agree(term: object) -> None:
+    maps = STAGES[0].clone().requires_grad_()
+    term([maps], [STAGES[0]]).backward()  # type: ignore[operator]
+    assert maps.grad is not None and maps.grad.isfinite().all()
+
+
+def test_nca_puts_one_for_the_own_class_and_knows_no_margin() -> None:
+    logits, labels, eta, margin = randn(6, 4, value=9), [0, 1, 2, 3, 0, 1], 1.3, 0.6
+    total = 0.0
+    for row, y in zip(logits.tolist(), labels, strict=True):
+        s = [eta * (v - margin) for v in row]
+        s = [v - max(s) for v in s]
+        total += (math.log(1 + sum(math.exp(v) for c, v in enumerate(s) if c != y)) - s[y]) / 6
+    assert terms.nca(eta * logits, torch.tensor(labels)).item() == pytest.approx(total, rel=1e-5)
+
+
+def test_nca_of_a_single_class_is_zero_with_zero_gradient() -> None:
+    logits = torch.tensor([[-1.0], [-2.0]], requires_grad=True)
+    value = terms.nca(logits, torch.tensor([0, 0]))
+    value.backward()
+    assert value.item() == 0
+    assert torch.equal(logits.grad, torch.zeros(2, 1))
+
+
+def test_class_means_counts_rows_and_leaves_zero_for_an_empty_class() -> None:
+    values, labels = randn(5, 2, value=10), torch.tensor([0, 2, 2, 0, 2])
+    means, counts = terms.class_means(values, labels, 4)
+    assert counts.tolist() == [2, 0, 3, 0]
+    torch.testing.assert_close(means[0], values[[0, 3]].mean(0))
+    torch.testing.assert_close(means[2], values[[1, 2, 4]].mean(0))
+    assert not means[[1, 3]].any()
+
+
+def test_norm_ratio_compares_mean_lengths() -> None:
+    old, new = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([[6.0, 8.0]])
+    assert terms.norm_ratio(old, new).item() == pytest.approx(0.3)
+
+
+def test_k_means_finds_clusters_that_lie_apart() -> None:
+    truth = torch.tensor([[0.0, 0.0], [9.0, 0.0], [0.0, 9.0], [9.0, 9.0]])
+    points = truth.repeat(20, 1) + 0.1 * randn(80, 2, value=11)
+    centres = terms.k_means(points, 4, seed(3))
+    nearest = torch.cdist(truth, centres).argmin(1)
+    assert sorted(nearest.tolist()) == [0, 1, 2, 3]
+    for k in range(4):
+        torch.testing.assert_close(centres[nearest[k]], points[k::4].mean(0))
+
+
+def test_k_means_ends_where_every_centre_is_the_mean_of_its_points() -> None:
+    points = randn(60, 3, value=12)
+    centres = terms.k_means(points, 5, seed(1), n_iterations=100)
+    nearest = torch.tensor([min(range(5), key=lambda k: math.dist(p, centres[k].tolist())) for p in points.tolist()])
+    for k in range(5):
+        torch.testing.assert_close(centres[k], points[nearest == k].mean(0))
+
+
+def test_k_means_depends_on_its_generator_alone() -> None:
+    points = randn(60, 3, value=12)
+    first = terms.k_means(points, 5, seed(1))
+    torch.manual_seed(99)
+    assert torch.equal(first, terms.k_means(points, 5, seed(1)))
+    assert not torch.equal(first, terms.k_means(points, 5, seed(2)))
+
+
+@pytest.mark.parametrize("n_points", [1, 3])
+def test_k_means_with_fewer_points_than_centres_repeats_them(n_points: int) -> None:
+    points = randn(n_points, 2, value=13)
+    centres = terms.k_means(points, 5, seed())
+    assert centres.shape == (5, 2)
+    assert {tuple(c) for c in centres.tolist()} == {tuple(p) for p in points.tolist()}

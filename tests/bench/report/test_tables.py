@@ -1,0 +1,221 @@
+"""Tables of records: numbers against the statistics module by hand, groups of seeds, and each format's own rules."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tbbn.bench.config import resolve, to_dict
+from tbbn.bench.report.tables import Table, accuracy_table, grouped, metrics_table, percent, summary_table
+from tbbn.bench.runs.record import Record
+from tbbn.errors import UserError
+
+
+def record(accuracy: list[list[float]], status: str = "finished", **settings: Any) -> Record:
+    layer = {"data.tasks": 2, **{key.replace("__", "."): value for key, value in settings.items()}}
+    n = len(accuracy)
+    made = Record(to_dict(resolve(("test", layer))), status=status, task_sizes=[2, 2], accuracy=accuracy)
+    made.task_il, made.exemplars, made.splits = accuracy, [8] * n, [1] * n
+    made.errors = [{"C->C": 1, "C->P": 2, "P->C": 3, "P->P": 4}] * n
+    return made
+
+
+A, B, C = [[1.0], [0.5, 0.9]], [[0.8], [0.7, 0.6]], [[0.9], [0.1, 0.2]]
+
+
+def test_mean_and_sample_deviation_of_three_seeds() -> None:
+    table = summary_table([record(A, seed=0), record(B, seed=1), record(C, seed=2)])
+    final = [0.7, 0.65, 0.15]
+    mean = sum(final) / 3
+    deviation = (sum((x - mean) ** 2 for x in final) / 2) ** 0.5  # n - 1: of a sample
+    (row,) = table.rows
+    assert row[:3] == ("ft + bn", "3", f"{100 * mean:.1f} ± {100 * deviation:.1f}")
+    assert table.header == ("method + norm", "seeds", "A_f %", "A_a %", "F %", "A_l %")
+
+
+def test_the_four_metrics_of_one_run_by_hand() -> None:
+    (row,) = summary_table([record(A)]).rows
+    # A_f = (.5 + .9) / 2, A_a = (1 + .7) / 2, F = (1 - .5) / 2, A_l = (1 + .9) / 2; one seed has no deviation.
+    assert row == ("ft + bn", "1", "70.0", "85.0", "25.0", "95.0")
+
+
+def test_percent_of_one_and_of_two() -> None:
+    assert percent([0.123]) == "12.3"
+    assert percent([0.2, 0.4]) == "30.0 ± 14.1"
+
+
+def test_the_report_prints_every_formula_it_uses() -> None:
+    notes = "\n".join(summary_table([record(A)]).notes)
+    for part in ("A_f = (1/T) sum_i a[T,i]", "A_a = ", "F = ", "A_l = ", "a[t,i]: accuracy on task i"):
+        assert part in notes
+
+
+def test_seeds_are_one_group_and_norms_are_not() -> None:
+    records = [record(A, seed=0), record(A, seed=1, norm__name="tbbn"), record(B, seed=1)]
+    groups = grouped(records)
+    assert list(groups) == ["ft + bn", "ft + tbbn"]
+    assert [[r.run_config.seed for r in members] for members in groups.values()] == [[0, 1], [1]]
+
+
+def test_where_a_run_was_done_makes_no_group() -> None:
+    records = [record(A, device="cpu", threads=2), record(B, seed=1, data__root="/data"), record(C, seed=2)]
+    assert list(grouped(records)) == ["ft + bn"]
+
+
+def test_a_run_done_twice_is_one_seed() -> None:
+    broken = record(C[:1], status="interrupted", seed=1)
+    table = summary_table([record(A), broken, record(A, threads=2), record(B, seed=1)])
+    (row,) = table.rows
+    assert row[:3] == ("ft + bn", "2", percent([0.7, 0.65]))
+    assert "2 of the 4 runs" in table.notes[-1]
+    assert "not counted" not in summary_table([record(A), record(B, seed=1)]).notes[-1]
+
+
+def test_groups_of_one_label_are_told_apart_by_what_differs() -> None:
+    records = [record(A, train__epochs=3), record(B, train__epochs=4), record(C, train__epochs=4, train__lr=0.5)]
+    assert list(grouped(records)) == [
+        "ft + bn [train.epochs=3, train.lr=0.05]",
+        "ft + bn [train.epochs=4, train.lr=0.05]",
+        "ft + bn [train.epochs=4, train.lr=0.5]",
+    ]
+    other = record(A, data__name="synthetic")
+    assert list(grouped([record(A), other, record(A, norm__name="gn")])) == [
+        "ft + bn [digits]",
+        "ft + bn [synthetic]",
+        "ft + gn [digits]",
+    ]
+
+
+def test_an_unfinished_run_is_in_no_mean_but_is_named() -> None:
+    broken = record(C[:1], status="diverged", seed=2)
+    table = summary_table([record(A, seed=0), record(B, seed=1), broken])
+    (row,) = table.rows
+    assert row[1] == "2" and row[2] == percent([0.7, 0.65])
+    assert table.header[-1] == "status" and row[-1] == "2 finished, 1 diverged after 1 of 2 tasks"
+    (row,) = summary_table([replace(broken)]).rows
+    assert row == ("ft + bn", "0", "-", "-", "-", "-", "1 diverged after 1 of 2 tasks")
+
+
+def test_the_accuracy_table_is_the_matrix_in_percent() -> None:
+    table = accuracy_table(record(A))
+    assert table.header == ("accuracy %", "task 1", "task 2", "mean", "memory")
+    assert table.rows == (("after task 1", "100.0", "", "100.0", "8"), ("after task 2", "50.0", "90.0", "70.0", "8"))
+
+
+def test_the_metrics_table_has_every_metric_with_its_formula_and_the_errors() -> None:
+    rows = {row[0]: row[1:] for row in metrics_table(record(A)).rows}
+    assert rows["A_f"] == ("70.00 %", "(1/T) sum_i a[T,i]")
+    assert rows["F"][0] == "25.00 %"
+    assert rows["BWT"][0] == "-50.00 %"
+    assert {"A_f", "A_a", "F", "F_h", "A_l", "BWT", "A_f^w", "A_a^w", "A_f task-IL", "A_a task-IL"} <= set(rows)
+    assert [rows[kind][0] for kind in ("C->C", "C->P", "P->C", "P->P")] == ["1", "2", "3", "4"]
+    assert all(cells[-1] for cells in rows.values())
+
+
+TABLE = Table(("name", "A_f %"), (("a&b_c", "1.0 ± 0.5"), ("d|e", "2.0")), ("a note",))
+
+
+def test_text_columns_line_up() -> None:
+    lines = TABLE.render("text").splitlines()
+    assert lines == ["name       A_f %", "----------------", "a&b_c  1.0 ± 0.5", "d|e          2.0", "", "a note"]
+
+
+def test_markdown_escapes_its_bars() -> None:
+    lines = TABLE.render("md").splitlines()
+    assert lines[:4] == ["| name | A_f % |", "|---|---:|", "| a&b_c | 1.0 ± 0.5 |", r"| d\|e | 2.0 |"]
+    assert "a note" in lines[-1]
+
+
+def test_csv_has_numbers_in_columns_of_their_own() -> None:
+    rows = list(csv.reader(io.StringIO(TABLE.render("csv"))))
+    assert rows == [["name", "A_f %", "A_f % std"], ["a&b_c", "1.0", "0.5"], ["d|e", "2.0", ""]]
+    assert [float(row[1]) for row in rows[1:]] == [1.0, 2.0]
+
+
+def test_csv_quotes_what_holds_a_comma() -> None:
+    table = Table(("name", "x"), (('cn(groups=8, eps="1")', "1"),))
+    assert list(csv.reader(io.StringIO(table.render("csv"))))[1] == ['cn(groups=8, eps="1")', "1"]
+
+
+def test_latex_escapes_every_special_sign() -> None:
+    table = Table(("h%", "v"), ((r"a&b_c#d$e{f}g~h^i\j", "1.0 ± 0.5"),))
+    lines = table.render("latex").splitlines()
+    assert lines[0] == r"\begin{tabular}{lr}" and lines[-1] == r"\end{tabular}"
+    assert lines[2] == r"h\% & v \\"
+    escaped = r"a\&b\_c\#d\$e\{f\}g\textasciitilde{}h\textasciicircum{}i\textbackslash{}j"
+    assert lines[4] == escaped + r" & 1.0 $\pm$ 0.5 \\"
+
+
+def test_an_unknown_format_names_the_nearest() -> None:
+    with pytest.raises(
+        UserError, match=r"unknown format 'latx'; choose one of: csv, latex, md, text\. Did you mean 'latex'"
+    ):
+        TABLE.render("latx")
+
+
+NASTY = Table(
+    ("name", "A_f %"), (("=cmd()|x", "-1.0"), ("[a](b)*`<i>\\", "@sum"), ("\x1b[31m\nz", "-")), ("a `b`\x07",)
+)
+
+
+def test_what_a_record_says_is_no_markup() -> None:
+    assert NASTY.render("md").splitlines()[2:] == [
+        r"| =cmd()\|x | -1.0 |",
+        r"| \[a](b)\*\`\<i>\\ | @sum |",
+        r"| \\x1b\[31m\\nz | - |",
+        "",
+        r"- `a 'b'\x07`",
+    ]
+
+
+def test_what_a_record_says_is_no_formula_of_a_spreadsheet() -> None:
+    rows = list(csv.reader(io.StringIO(NASTY.render("csv"))))
+    assert rows[1:] == [["'=cmd()|x", "-1.0"], ["[a](b)*`<i>\\", "'@sum"], [r"\x1b[31m\nz", "-"]]
+
+
+def test_what_a_record_says_is_no_argument_of_a_command() -> None:
+    lines = NASTY.render("latex").splitlines()
+    assert lines[4] == r"=cmd()\textbar{}x & -1.0 \\"
+    assert lines[5] == r"{}[a](b)*`\textless{}i\textgreater{}\textbackslash{} & @sum \\"
+
+
+def test_what_a_record_says_stays_on_its_line() -> None:
+    assert NASTY.render("text").splitlines()[4].startswith(r"\x1b[31m\nz")
+
+
+def test_images_left_out_are_counted_and_named() -> None:
+    one, other = record(A), record(B, seed=1)
+    one.skipped, other.skipped = ["a.png", "b.png", "c.png"], ["c.png", "d\n.png"]
+    note = "left out, as they could not be read: 4 image files (a.png, b.png, c.png, ...)."
+    assert summary_table([one, other]).notes[-1] == note
+    assert "left out" not in "".join(summary_table([record(A)]).notes)
+
+
+def test_rows_of_several_data_sets_or_scenarios_all_say_theirs() -> None:
+    mixed = [
+        record(A),
+        record(A, norm__name="tbbn", data__name="synthetic"),
+        record(A, norm__name="gn", data__online=True),
+    ]
+    assert list(grouped(mixed)) == [
+        "ft + bn [digits, data.online=False]",
+        "ft + tbbn [synthetic, data.online=False]",
+        "ft + gn [digits, data.online=True]",
+    ]
+
+
+def test_options_that_online_runs_bring_along_are_not_named() -> None:
+    online = [record(A, data__online=True, method__name=name) for name in ("ft", "eeil", "podnet")]
+    assert list(grouped(online)) == ["ft + bn", "eeil + bn", "podnet + bn"]
+    given = record(A, data__online=True, method__name="eeil", method__balanced_epochs=2)
+    assert list(grouped([*online[:2], given])) == ["ft + bn", "eeil + bn", "eeil(balanced_epochs=2) + bn"]
+    both = [online[1], record(A, method__name="eeil")]
+    assert list(grouped(both)) == ["eeil + bn [data.online=True]", "eeil + bn [data.online=False]"]
+
+
+def test_how_images_are_read_and_what_is_kept_makes_no_other_run() -> None:
+    assert list(grouped([record(A), record(B, seed=1, data__stream="yes", save__tasks="none")])) == ["ft + bn"]

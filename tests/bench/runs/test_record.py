@@ -1,0 +1,175 @@
+"""Records on disk: whole or absent, read back as they were, refused in one line where they are not records."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tbbn.bench.config import read_toml, resolve, to_dict
+from tbbn.bench.engine import run
+from tbbn.bench.runs import record as rec
+from tbbn.bench.runs.record import SCHEMA, Record, load_record, new_record, write_atomic
+from tbbn.errors import UserError
+
+TINY = {"data.name": "synthetic:4x12x4x8", "data.tasks": 2, "train.epochs": 1, "memory.budget": 8}
+
+
+def made() -> Record:
+    record = new_record(resolve(("test", {**TINY, "norm.name": "gn", "norm.groups": 8})))
+    record.status, record.message, record.seconds = "diverged", 'a "quoted" é', 1.5
+    record.class_order, record.task_sizes = [3, 1, 0, 2], [2, 2]
+    record.accuracy, record.task_il = [[0.5], [1 / 3, 0.1]], [[0.5], [0.75, 0.2]]
+    record.errors, record.exemplars, record.splits = [{"C->C": 4}, {"C->C": 1}], [8, 8], [1, 2]
+    record.history = [{"task": 0, "phase": "train", "epoch": 0, "lr": 0.1, "total": 0.1 + 0.2}]
+    return record
+
+
+def test_a_record_saved_is_read_back_equal(tmp_path: Path) -> None:
+    record = made()
+    record.save(tmp_path)
+    assert load_record(tmp_path) == record
+    assert load_record(tmp_path / "record.json") == record
+    assert load_record(tmp_path).run_config == record.run_config
+
+
+def test_the_config_beside_the_record_is_the_same(tmp_path: Path) -> None:
+    record = made()
+    record.save(tmp_path)
+    assert resolve(("file", read_toml(tmp_path / "config.toml"))) == record.run_config
+
+
+def test_the_file_holds_the_metrics_and_no_tensors(tmp_path: Path) -> None:
+    record = made()
+    record.predictions = {"task0": torch.zeros(3, dtype=torch.int16)}
+    record.save(tmp_path)
+    tree = json.loads((tmp_path / "record.json").read_text())
+    assert tree["schema"] == SCHEMA and "predictions" not in tree
+    assert tree["metrics"]["final_accuracy"] == pytest.approx((1 / 3 + 0.1) / 2)
+    assert tree["metrics"]["learning_accuracy"] == pytest.approx((0.5 + 0.1) / 2)
+    assert {"tbbn", "torch", "python"} <= set(tree["environment"])
+
+
+def test_before_the_first_task_there_are_no_metrics() -> None:
+    record = new_record(resolve())
+    assert record.metrics == {} and json.loads(record.to_json())["metrics"] == {}
+
+
+def test_a_failing_write_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "record.json"
+    write_atomic(target, b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for call in ("fsync", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, full)
+            with pytest.raises(OSError, match="No space left"):
+                write_atomic(target, b"new")
+        assert target.read_bytes() == b"old"
+        assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
+    write_atomic(target, b"new")
+    assert target.read_bytes() == b"new"
+
+
+def test_a_file_can_be_read_by_whom_the_folder_lets(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_atomic(tmp_path / "record.json", b"{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "record.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    for call in ("fsync", "replace"):
+        real = getattr(os, call)
+        monkeypatch.setattr(os, call, lambda *a, call=call, real=real: (order.append(call), real(*a))[1])
+    write_atomic(tmp_path / "x", b"content")
+    assert order[:2] == ["fsync", "replace"]
+
+
+def test_an_interrupted_save_leaves_the_record_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = made()
+    record.save(tmp_path)
+    record.status = "finished"
+    monkeypatch.setattr(rec, "write_atomic", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        record.save(tmp_path)
+    assert load_record(tmp_path).status == "diverged"
+
+
+def changed(tree: dict[str, Any], **values: Any) -> str:
+    return json.dumps({**tree, **values})
+
+
+def test_what_is_not_a_record_is_refused_in_one_line(tmp_path: Path) -> None:
+    tree = json.loads(made().to_json())
+    file = tmp_path / "record.json"
+    without = {key: value for key, value in tree.items() if key != "config"}
+    for content, line in (
+        (
+            changed(tree, schema=SCHEMA + 1),
+            rf"written by a newer version \(schema {SCHEMA + 1}, this one reads up to {SCHEMA}\)",
+        ),
+        ("{", r"not a record: Expecting"),
+        ("[1, 2]", r"not a record: it has no schema number\."),
+        (changed(tree, schema="1"), r"not a record: it has no schema number\."),
+        (json.dumps(without), r"not a record: it has no config\."),
+        (changed(tree, config=[1]), r"not a record: it has no config\."),
+        (changed(tree, colour="red"), r"not a record: .*colour"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=line) as caught:
+            load_record(tmp_path)
+        assert "\n" not in str(caught.value) and str(file) in str(caught.value)
+    file.write_bytes(b"\xff\xff")
+    with pytest.raises(UserError, match=r"not a record"):
+        load_record(tmp_path)
+
+
+def test_a_folder_without_a_record_says_where_runs_are(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no run here; a run's folder holds a record\.json\."):
+        load_record(tmp_path)
+    with pytest.raises(UserError, match=r"no run here"):
+        load_record(tmp_path / "missing")
+    for name in "ab":
+        made().save(tmp_path / name)
+    with pytest.raises(UserError, match=r"holds 2 runs, not one; give one of them, such as .*a\."):
+        load_record(tmp_path)
+
+
+def test_predictions_in_the_file_give_the_accuracies_of_the_record(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from tbbn.bench.data.loading import load
+
+    record = run(resolve(("test", TINY)), directory=tmp_path)
+    found = load_file(tmp_path / "predictions.safetensors")
+    source = load(TINY["data.name"])
+    order = record.class_order
+    for t, row in enumerate(record.accuracy):
+        rows: list[list[int]] = []  # test images of each task, in the order of the source
+        for task in range(t + 1):
+            classes = order[2 * task : 2 * task + 2]
+            rows.append([i for i, label in enumerate(source.test.labels.tolist()) if label in classes])
+        predicted = iter(found[f"task{t}"].tolist())
+        shares = []
+        for mine in rows:
+            right = [order[next(predicted)] == int(source.test.labels[i]) for i in mine]
+            shares.append(sum(right) / len(right))
+        assert shares == pytest.approx(row)
+        assert next(predicted, None) is None
+
+
+def test_the_config_of_a_record_is_complete() -> None:
+    config = resolve(("test", TINY))
+    assert new_record(config).config == to_dict(config)

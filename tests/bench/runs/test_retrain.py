@@ -1,0 +1,182 @@
+"""A task trained again from the state at its start gives what the run gave, bit for bit; where it does not, that is said."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from killed import same
+from tinyrun import finish, tiny
+
+from tbbn.bench.cli.main import main
+from tbbn.bench.engine import Run, run
+from tbbn.bench.engine.phase import Hyper
+from tbbn.bench.runs import checkpoint, state
+from tbbn.bench.runs.record import load_record
+from tbbn.bench.runs.retrain import retrain
+from tbbn.errors import UserError
+
+
+def problems(directory: Path, task: int, **options: Any) -> dict[str, str]:
+    return {f.subject: f.problem for f in retrain(directory, task, **options) if f.problem}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"method__name": "eeil", "method__balanced_epochs": 2},
+        {"method__name": "bic", "method__correction_epochs": 3},
+        {"method__name": "podnet", "method__finetune_epochs": 2},
+        {"method__name": "afc", "method__finetune_epochs": 1},
+        {"method__name": "derpp"},
+        {"method__name": "il2m"},
+        {"method__name": "joint"},
+        {"data__online": True, "norm__name": "adab2n"},
+        {"data__validation": 0.2, "train__keep": "best", "train__momentum": 0.0},
+    ],
+    ids=lambda s: s.get("method__name", "-".join(s) or "ft"),
+)
+def test_every_task_trained_again_is_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
+    run(tiny(**{"norm__name": "tbbn", **settings}), directory=tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    for task in range(3):
+        found = retrain(tmp_path, task)
+        assert {f.problem for f in found} == {""}
+        wanted = {f"{what} after task {task + 1}, retrained" for what in ("weights", "accuracy")}
+        assert wanted <= {f.subject for f in found}
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before  # nothing was written
+
+
+def test_the_state_kept_is_that_of_a_run_which_stops_there(tmp_path: Path) -> None:
+    config = tiny(method__name="lucir")
+    run(config, directory=tmp_path)
+    found, tensors = checkpoint.read(tmp_path / "task-3.safetensors")
+    assert found["position"] == {"task": 2, "phase": 0, "epoch": 0, "step": 0}
+    assert not any(name.startswith(("momentum", "previous", "best")) for name in tensors), "nothing is there twice"
+    job = Run(config)
+    state.restore(job, found, tensors, "test")
+    stopped = finish(tiny(method__name="lucir", data__stop_after=2))
+    assert same(job.network.state_dict(), stopped.network.state_dict())
+    assert job.previous is not None and stopped.previous is not None
+    assert same(job.previous.state_dict(), stopped.previous.state_dict())
+    assert job.record.weights == stopped.record.weights and len(set(job.record.weights)) == 2
+
+
+def test_another_training_is_found_and_how_far_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tiny(), directory=tmp_path)
+    real = Hyper.lr_at
+    monkeypatch.setattr(Hyper, "lr_at", lambda self, epoch: real(self, epoch) * (1 + 1e-3 * epoch))
+    for task in (0, 1, 2):  # of the last one the newest checkpoint has the weights
+        found = problems(tmp_path, task)
+        said = found[f"weights after task {task + 1}, retrained"]
+        assert said.startswith("they differ by up to ")
+        assert said.endswith("; device and torch version are those of the run, so they should not.")
+        assert "apart, the first in epoch 2 of 2" in found[f"losses of task {task + 1}, retrained"]
+    for name in ("task-3.safetensors", checkpoint.BEFORE):
+        (tmp_path / name).unlink()
+    assert problems(tmp_path, 1)["weights after task 2, retrained"].startswith("they differ; ")
+
+
+def test_other_accuracies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = run(tiny(), directory=tmp_path)
+    real = Hyper.lr_at
+    monkeypatch.setattr(Hyper, "lr_at", lambda self, epoch: real(self, epoch) * 1e-6)
+    apart = problems(tmp_path, 0)["accuracy after task 1, retrained"]
+    assert f"apart: the record has {record.accuracy[0]}, retrained it is [" in apart
+
+
+def test_an_unlike_environment_is_named_as_what_may_explain_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tiny(), directory=tmp_path)
+    record = load_record(tmp_path)
+    record.environment |= {"torch": "2.0", "device": "cuda"}
+    record.weights[0] = "f" * 64
+    record.save(tmp_path)
+    said = problems(tmp_path, 0)["weights after task 1, retrained"]
+    assert "equality is promised on one device and torch version alone" in said
+    assert f"device was cuda, is cpu, torch was 2.0, is {torch.__version__}" in said
+    record.environment |= {"torch": torch.__version__, "device": "cpu"}
+    record.resumed = [{"torch": "2.0"}]
+    record.save(tmp_path)
+    assert "continued in another environment" in problems(tmp_path, 0)["weights after task 1, retrained"]
+    # The file at task 2's start is no longer what the record says task 1 ended with.
+    assert problems(tmp_path, 1)["task-2.safetensors"] == "its weights are not those the record has after task 1."
+
+
+def test_a_training_that_diverges_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tiny(), directory=tmp_path)
+    monkeypatch.setattr(Hyper, "lr_at", lambda *_: 1e30)
+    assert problems(tmp_path, 1)["task 2, retrained"].startswith("it diverged: the loss or a weight is not finite")
+
+
+def test_tasks_are_kept_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    run(tiny(), directory=tmp_path)
+    assert all((tmp_path / f"task-{n}.safetensors").stat().st_nlink == 1 for n in (2, 3))
+    assert problems(tmp_path, 2) == {}
+
+
+@pytest.mark.parametrize(
+    ("kept", "limit", "files"), [("none", 2**30, 0), ("small", 2**30, 2), ("small", 100, 0), ("all", 100, 2)]
+)
+def test_which_tasks_are_kept(
+    kept: str, limit: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "SMALL", limit)
+    run(tiny(save__tasks=kept), directory=tmp_path)
+    assert len(list(tmp_path.glob("task-*"))) == files
+
+
+def test_without_the_file_the_way_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tiny(save__tasks="none"), directory=tmp_path)
+    words = ["verify", str(tmp_path), "--retrain-task"]
+    assert main([*words, "3"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"tbbn: {tmp_path / 'task-3.safetensors'}: the state at the start of task 3 was not kept; ")
+    assert "--from-start trains tasks 1 to 3 again" in said and "--save.tasks all" in said
+    assert main([*words, "1", "--json"]) == 0  # needs no file
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert {"subject": "weights after task 1, retrained", "problem": ""} in entry["findings"]
+    assert main([*words, "3", "--from-start"]) == 0
+    assert ": true; " in capsys.readouterr().out
+    retrained = {f.subject for f in retrain(tmp_path, 2, from_start=True)}
+    assert {f"weights after task {t}, retrained" for t in (1, 2, 3)} <= retrained
+
+
+def test_mistakes_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tiny(data__stop_after=2), directory=tmp_path / "a")
+    run(tiny(data__stop_after=2, seed=1), directory=tmp_path / "b")
+    for task in (0, 3):
+        assert main(["verify", str(tmp_path / "a"), "--retrain-task", str(task)]) == 2
+        assert f"tasks that can be retrained are 1 to 2; got {task}." in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "a"), "--from-start"]) == 2
+    assert "give --retrain-task N too" in capsys.readouterr().err
+    (tmp_path / "b" / "task-2.safetensors").replace(tmp_path / "a" / "task-2.safetensors")
+    with pytest.raises(UserError, match=r"is not this run's state at the start of task 2"):
+        retrain(tmp_path / "a", 1)
+
+
+def test_a_record_that_is_wrong_is_not_retrained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tiny(), directory=tmp_path)
+    file = tmp_path / "config.toml"
+    file.write_text(file.read_text() + "\n")
+    assert main(["verify", str(tmp_path), "--retrain-task", "1"]) == 1
+    said = capsys.readouterr()
+    assert "config.toml: damaged" in said.out and "retrained" not in said.out
+
+
+def test_a_run_continued_elsewhere_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = iter(range(10**6))
+    run(tiny(), directory=tmp_path, stop=lambda: next(asked) > 5)
+    assert load_record(tmp_path).resumed == []
+    monkeypatch.setattr("tbbn.bench.runs.record.platform.machine", lambda: "another")
+    record = run(tiny(), directory=tmp_path)
+    assert record.status == "finished" and [e["machine"] for e in record.resumed] == ["another"]

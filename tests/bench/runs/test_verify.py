@@ -1,0 +1,209 @@
+"""A record that was tampered with, or damaged, is found out; one that was not, is not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tinyrun import tiny
+
+from tbbn.bench.cli.main import main
+from tbbn.bench.engine import run
+from tbbn.bench.runs import checkpoint
+from tbbn.bench.runs import record as rec
+from tbbn.bench.runs.record import load_record
+from tbbn.bench.runs.verify import verify
+
+FILES = {
+    "config.toml",
+    "record.json",
+    "predictions.safetensors",
+    "checkpoint.safetensors",
+    "checkpoint.previous.safetensors",
+    "task-2.safetensors",
+    "task-3.safetensors",
+}
+
+
+@pytest.fixture
+def done(tmp_path: Path) -> Path:
+    run(tiny(norm__name="tbbn"), directory=tmp_path)
+    return tmp_path
+
+
+def problems(directory: Path) -> dict[str, str]:
+    return {f.subject: f.problem for f in verify(directory) if f.problem}
+
+
+def test_a_true_record_has_no_problem(done: Path) -> None:
+    findings = verify(done)
+    assert {f.problem for f in findings} == {""}
+    by_task = {f"{what} after task {t}" for what in ("accuracy", "error types") for t in (1, 2, 3)}
+    assert {f.subject for f in findings} == {*FILES, *by_task, "metrics", "class order"}
+    assert {file.name for file in done.iterdir()} == FILES | {".lock"}
+
+
+def rewritten(directory: Path, **values: object) -> None:
+    """A record with other values, and a checksum that fits them: made by hand, not damaged."""
+    file = directory / "record.json"
+    tree = {**json.loads(file.read_text()), **values, "sha256": "0" * 64}
+    text = json.dumps(tree, indent=1)
+    file.write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest()))
+
+
+def test_an_embellished_accuracy_is_found(done: Path) -> None:
+    accuracy = json.loads((done / "record.json").read_text())["accuracy"]
+    accuracy[1][0] = 0.97
+    rewritten(done, accuracy=accuracy)
+    assert set(problems(done)) == {"accuracy after task 2", "metrics"}
+
+
+def test_embellished_metrics_are_found(done: Path) -> None:
+    metrics = json.loads((done / "record.json").read_text())["metrics"]
+    rewritten(done, metrics={**metrics, "final_accuracy": 0.99})
+    assert set(problems(done)) == {"metrics"}
+
+
+def test_a_record_edited_by_hand_is_found_and_what_is_wrong_in_it(done: Path) -> None:
+    tree = json.loads((done / "record.json").read_text())
+    tree["errors"][2]["C->C"] += 1
+    (done / "record.json").write_text(json.dumps(tree, indent=1) + "\n")
+    found = problems(done)
+    assert set(found) == {"record.json", "error types after task 3"}
+    assert found["record.json"] == "damaged: its content does not match its checksum."
+    del tree["sha256"]
+    (done / "record.json").write_text(json.dumps(tree))
+    assert problems(done)["record.json"] == "damaged: its checksum is not there."
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_flipped_bit_in_any_file_is_noticed_and_the_file_named(
+    name: str, run_once: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run_once, tmp_path / "run")
+    file = tmp_path / "run" / name
+    good = file.read_bytes()
+    n, header = len(good), int.from_bytes(good[:8], "little") if name.endswith(".safetensors") else 0
+    places = {0, 7, 8, 9, 30, header // 2, header + 7, header + 8, n // 3, n // 2, n - 70, n - 2, n - 1}
+    for i, place in enumerate(sorted(places)):
+        bad = bytearray(good)
+        bad[place] ^= 1 << i % 8
+        file.write_bytes(bad)
+        assert name in problems(tmp_path / "run"), (place, i % 8)
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path / 'run'}: wrong; ") and f"\n  {name}: " in said
+    file.write_bytes(good)
+    assert problems(tmp_path / "run") == {}
+
+
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("once")
+    run(tiny(norm__name="tbbn"), directory=directory)
+    return directory
+
+
+def test_what_reads_a_damaged_record_says_so_in_one_line(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = done / "record.json"
+    first = load_record(done)
+    file.write_text(file.read_text().replace('"status": "finished"', '"status": "finishes"'))
+    assert main(["show", str(done)]) == 2
+    assert "record.json: damaged: its content does not match its checksum. Delete it" in capsys.readouterr().err
+    file.unlink()
+    again = run(tiny(norm__name="tbbn"), directory=done)
+    assert (again.accuracy, again.history, again.weights) == (first.accuracy, first.history, first.weights)
+    assert problems(done) == {}
+
+
+def test_a_run_killed_between_two_files_is_no_forgery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(norm__name="tbbn")
+    real = rec.write_atomic
+
+    class Killed(BaseException):
+        pass
+
+    writes = 0
+
+    def counted(*arguments: object) -> None:
+        nonlocal writes
+        writes += 1
+        real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rec, "write_atomic", counted)
+    monkeypatch.setattr(checkpoint, "write_atomic", counted)
+    run(config, directory=tmp_path / "whole", every=0.0)
+    monkeypatch.undo()
+    looked_at = 0
+    for n in range(1, writes + 1):
+        directory = tmp_path / str(n)
+        left = iter(range(n))
+
+        def killed(*arguments: object, left: object = left) -> None:
+            if next(left, None) is None:  # type: ignore[call-overload]
+                raise Killed  # also when the run tries to leave its record behind
+            real(*arguments)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rec, "write_atomic", killed)
+            patched.setattr(checkpoint, "write_atomic", killed)
+            if n < writes:
+                with pytest.raises(Killed):
+                    run(config, directory=directory, every=0.0)
+        if (directory / "record.json").exists():
+            looked_at += 1
+            assert problems(directory) == {}
+        if n % 9 == 0:
+            assert run(config, directory=directory).status == "finished"
+            assert problems(directory) == {}
+    assert looked_at > 10
+
+
+def test_changed_predictions_are_found(done: Path) -> None:
+    file = done / "predictions.safetensors"
+    predictions = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    predictions["task2"][:] = 0
+    save_file(predictions, file)
+    assert "accuracy after task 3" in problems(done)
+
+
+def test_missing_and_short_predictions_are_found(done: Path) -> None:
+    file = done / "predictions.safetensors"
+    predictions = load_file(file)
+    save_file({**predictions, "task1": torch.zeros(3, dtype=torch.int16)}, file)
+    assert "3 predictions for" in problems(done)["accuracy after task 2"]
+    save_file({"task0": predictions["task0"]}, file)
+    assert "predictions for: task0" in problems(done)["predictions"]
+    file.write_bytes(b"torn")
+    assert problems(done)["predictions.safetensors"] == "damaged: its checksum is not there."
+    file.unlink()
+    assert "predictions for: none" in problems(done)["predictions"]
+
+
+def test_another_config_beside_the_record_is_found(done: Path) -> None:
+    file = done / "config.toml"
+    file.write_text(file.read_text().replace("lr = 0.05", "lr = 0.5"))
+    assert set(problems(done)) == {"config.toml"}
+
+
+def test_the_command_says_true_or_wrong(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(done)]) == 0
+    assert ": true; " in capsys.readouterr().out
+    (done / "config.toml").write_text("seed = 'x'")
+    assert main(["verify", str(done)]) == 1
+    assert ": wrong; " in capsys.readouterr().out
+
+
+def test_resume_goes_on_with_what_was_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = iter(range(10**6))
+    config = tiny(norm__name="tbbn")
+    assert run(config, directory=tmp_path / "a", stop=lambda: next(asked) > 9).status == "interrupted"
+    assert main(["resume", str(tmp_path), "--quiet", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["status"] == "finished"
+    assert entry["metrics"] == run(config).metrics

@@ -1,0 +1,318 @@
+"""Swapping the norms of a model and swapping them back."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tbbn
+from tbbn.errors import UserError
+from tbbn.nn import DESCRIPTIONS, NORMS, is_balanced, register
+
+EIGHT = {"current": 8, "memory": 4, "past_tasks": 2}
+
+
+class Nested(nn.Module):
+    """Batch norms at three depths, one of them used in two places."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm2d(4)
+        self.stem = nn.Conv2d(2, 4, 1)
+        self.blocks = nn.ModuleDict(
+            {"a": nn.Sequential(nn.Conv2d(4, 4, 1), nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()))}
+        )
+        self.again = nn.Sequential(self.norm)
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm1d(5))
+
+    def forward(self, x):
+        x = self.again(self.blocks["a"](self.norm(self.stem(x))))
+        return self.head(x)
+
+
+def trained(model, x, steps=2):
+    for _ in range(steps):
+        model(x)
+    return model
+
+
+@pytest.fixture
+def x():
+    return torch.randn(12, 2, 2, 2, generator=torch.Generator().manual_seed(3))
+
+
+def test_every_batch_norm_is_replaced_and_nothing_else(x):
+    model = Nested()
+    others = [m for m in model.modules() if not isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    converted = tbbn.convert(model)
+    assert converted is model
+    kinds = [type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert kinds.count(tbbn.TaskBalancedBatchNorm2d) == 2 and kinds.count(tbbn.TaskBalancedBatchNorm1d) == 1
+    assert len(kinds) == 3
+    assert [m for m in model.modules() if not isinstance(m, nn.modules.batchnorm._BatchNorm)] == others
+
+
+def test_a_shared_layer_stays_one_object():
+    model = tbbn.convert(Nested())
+    assert model.norm is model.again[0]
+    assert tbbn.revert(model).norm is model.again[0]
+
+
+def test_parameters_and_buffers_are_the_same_objects(x):
+    model = trained(Nested(), x)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tbbn.convert(model)
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert before.keys() == after.keys() and all(before[k] is after[k] for k in before)
+    # So an optimiser built before still trains the model.
+    weight = model.norm.weight.detach().clone()
+    with tbbn.balance(model, **EIGHT):
+        model(x).pow(2).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.norm.weight, weight)
+
+
+def test_a_batch_norm_alone_is_replaced_by_its_return_value():
+    layer = nn.BatchNorm3d(4)
+    new = tbbn.convert(layer)
+    assert type(new) is tbbn.TaskBalancedBatchNorm3d and new.weight is layer.weight
+    assert type(tbbn.revert(new)) is nn.BatchNorm3d
+
+
+@pytest.mark.parametrize("norm", ["tbbn", "weighted", "brn", "adab2n", "bn"])
+def test_revert_gives_the_same_outputs_in_eval_mode(norm, x):
+    model = tbbn.convert(trained(Nested(), x), norm)
+    if is_balanced(model):
+        with tbbn.balance(model, **EIGHT):
+            model(x)
+    wanted = model.eval()(x)
+    reverted = tbbn.revert(model)
+    assert {type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)} == {
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+    }
+    assert not reverted.training
+    torch.testing.assert_close(reverted(x), wanted, rtol=0, atol=0)
+    plain = Nested().eval()
+    state = reverted.state_dict()
+    plain.load_state_dict(state, strict=True)
+    assert torch.equal(plain(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("norm", "name"), [("in", "InstanceNorm"), ("gn", "GroupNorm"), ("cn", "ContinualNorm"), ("sn", "SwitchableNorm")]
+)
+def test_revert_refuses_what_is_not_batch_norm_in_eval_mode(norm, name):
+    options = {"groups": 2} if norm in ("gn", "cn") else {}
+    with pytest.raises(UserError, match=f"revert: {name} is not batch norm in eval mode"):
+        tbbn.revert(tbbn.convert(nn.Sequential(nn.BatchNorm2d(4)), norm, **options))
+
+
+def test_revert_refuses_batch_renorm_with_eps_on_the_deviation():
+    model = tbbn.convert(nn.Sequential(nn.BatchNorm2d(4)), "brn", eps_on_std=True, eps=1e-3)
+    with pytest.raises(UserError, match="revert: BatchRenorm is not batch norm"):
+        tbbn.revert(model)
+
+
+@pytest.mark.parametrize("norm", sorted(NORMS))
+def test_every_norm_keeps_what_it_shares_with_batch_norm(norm, x):
+    model = trained(Nested(), x).eval().double()
+    old = model.norm
+    old.eps, old.weight.data[0] = 1e-3, 7.0
+    options = {"groups": 2} if norm in ("gn", "cn") else {}
+    model.head[2] = nn.Identity()  # groups of 2 do not divide 5 channels
+    tbbn.convert(model, norm, **options)
+    new = model.norm
+    assert new.eps == 1e-3 and new.weight is old.weight and new.bias is old.bias
+    assert not new.training and new.weight.dtype == torch.float64
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        if hasattr(new, name):
+            assert getattr(new, name) is getattr(old, name)
+    assert model(x.double()).shape == (12, 5)
+
+
+@pytest.mark.parametrize("first", sorted(NORMS))
+@pytest.mark.parametrize("second", ["bn", "tbbn", "gn"])
+def test_any_norm_becomes_any_other(first, second):
+    options = {"groups": 2}
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm3d(4))
+    tbbn.convert(model, first, **options if first in ("gn", "cn") else {})
+    tbbn.convert(model, second, **options if second == "gn" else {})
+    if second != "gn":
+        assert [type(m).__name__[-2:] for m in model] == ["1d", "3d"]
+    assert model[1](torch.randn(6, 4, 2, 2, 2)).shape == (6, 4, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.1, "momentum": 0.3}],
+    ids=str,
+)
+def test_settings_are_kept(options, x):
+    old = nn.BatchNorm2d(2, **options)
+    new = tbbn.convert(copy.deepcopy(old))
+    for name in ("eps", "momentum", "affine", "track_running_stats", "num_features"):
+        assert getattr(new, name) == getattr(old, name)
+    assert new.state_dict().keys() == old.state_dict().keys()
+    assert torch.equal(new(x), old(x))
+    back = tbbn.revert(new)
+    assert type(back) is nn.BatchNorm2d and torch.equal(back(x), old(x))
+
+
+@pytest.mark.parametrize("norm", ["tbbn", "brn", "sn", "adab2n", "cn", "gn", "in"])
+def test_a_batch_norm_without_bias_stays_without(norm):
+    old = nn.BatchNorm2d(4)
+    old.bias = None
+    new = tbbn.convert(old, norm, **{"groups": 2} if norm in ("gn", "cn") else {})
+    assert new.bias is None and new.weight is old.weight
+    x = torch.randn(12, 4, 2, 2)
+    assert new(x).shape == x.shape
+    if is_balanced(new):
+        with tbbn.balance(new, **EIGHT):
+            assert new(x).shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtype_is_kept(dtype, x):
+    model = tbbn.convert(Nested().to(dtype), "sn")
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    model = tbbn.convert(Nested().to(dtype))
+    with tbbn.balance(model, **EIGHT):
+        assert model(x.to(dtype)).dtype == dtype
+
+
+def test_channels_last_models_stay_so(x):
+    model = tbbn.convert(Nested().to(memory_format=torch.channels_last))
+    big = torch.randn(12, 2, 3, 3).to(memory_format=torch.channels_last)
+    with tbbn.balance(model, **EIGHT):
+        assert model.norm(model.stem(big)).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("options", [{}, {"rule": "current", "output_statistics": True}])
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_batch_norm_learns_its_channels_later(options, x):
+    model = nn.Sequential(nn.LazyConv2d(4, 1), nn.LazyBatchNorm2d(momentum=0.3, device="cpu", dtype=torch.float64))
+    waiting = model[1].weight
+    tbbn.convert(model, **options)
+    model[0].double()
+    with tbbn.balance(model, **EIGHT):
+        model(x.double())
+    assert type(model[1]) is tbbn.TaskBalancedBatchNorm2d
+    assert model[1].weight is waiting and model[1].weight.shape == (4,) and model[1].weight.dtype == torch.float64
+    assert model[1].momentum == 0.3 and model[1].num_batches_tracked == 1
+    assert model[1].options.rule == options.get("rule", "paper")
+    assert type(tbbn.revert(model)[1]) is nn.BatchNorm2d
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_lazy_batch_norm_goes_there_and_back_untouched(dims):
+    lazy, plain = getattr(nn, f"LazyBatchNorm{dims}d"), getattr(nn, f"BatchNorm{dims}d")
+    model = tbbn.convert(nn.Sequential(lazy()), "weighted")
+    tbbn.revert(tbbn.convert(model))
+    model(torch.randn(12, 3, *[2] * dims))
+    assert type(model[0]) is plain
+    with pytest.raises(UserError, match="LazyBatchNorm2d does not know its channels yet; run one batch"):
+        tbbn.convert(nn.LazyBatchNorm2d(), "gn")
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_norms_of_other_kinds_are_left_alone():
+    others = [nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.InstanceNorm2d(4), nn.LazyInstanceNorm2d()]
+    assert list(tbbn.convert(nn.Sequential(*others))) == others
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_is_not_dropped_silently():
+    class WithActivation(nn.BatchNorm2d):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    class Renamed(nn.BatchNorm2d):
+        pass
+
+    model = nn.Sequential(nn.BatchNorm2d(3), WithActivation(3))
+    with pytest.raises(UserError, match=r"convert: WithActivation is a batch norm with a forward of its own"):
+        tbbn.convert(model)
+    assert type(model[0]) is nn.BatchNorm2d  # as it was
+    with pytest.raises(UserError, match="SyncBatchNorm is a batch norm with a forward of its own"):
+        tbbn.convert(nn.Sequential(nn.SyncBatchNorm(3)))
+    assert type(tbbn.convert(Renamed(3))) is tbbn.TaskBalancedBatchNorm2d
+
+
+def test_unknown_norm_names_the_nearest():
+    with pytest.raises(UserError, match=r"unknown norm 'tbn'; choose one of: adab2n, .*Did you mean 'tbbn'\?"):
+        tbbn.convert(nn.BatchNorm2d(3), "tbn")
+
+
+def test_unknown_option_names_the_nearest():
+    with pytest.raises(
+        UserError, match=r"unknown option of norm 'tbbn': 'ruel'; choose one of: .*Did you mean 'rule'\?"
+    ):
+        tbbn.convert(nn.BatchNorm2d(3), ruel="current")
+    with pytest.raises(UserError, match="unknown option of norm 'gn': 'rule'"):
+        tbbn.convert(nn.BatchNorm2d(3), "gn", rule="current")
+    with pytest.raises(UserError, match="unknown option of norm 'weighted': 'case'"):
+        tbbn.convert(nn.BatchNorm2d(3), "weighted", case=2)
+    with pytest.raises(UserError, match="unknown option of norm 'bn': 'groups'"):
+        tbbn.convert(nn.BatchNorm2d(3), "bn", groups=2)
+
+
+@pytest.mark.parametrize("norm", ["gn", "cn"])
+def test_groups_that_do_not_divide_leave_the_model_as_it_was(norm):
+    model = nn.Sequential(nn.BatchNorm2d(16), nn.BatchNorm2d(24))
+    with pytest.raises(
+        UserError, match=rf"{norm}: groups=16 does not divide 24 channels; choose one of \[1, 2, 3, 4, 6"
+    ):
+        tbbn.convert(model, norm)
+    assert [type(m) for m in model] == [nn.BatchNorm2d] * 2
+    with pytest.raises(UserError, match="gn: channels_per_group=5 does not divide 16 channels"):
+        tbbn.convert(nn.BatchNorm2d(16), "gn", channels_per_group=5)
+    with pytest.raises(UserError, match=f"{norm}: groups=0 does not divide"):
+        tbbn.convert(nn.BatchNorm2d(16), norm, groups=0)
+
+
+@pytest.mark.parametrize("norm", ["brn", "adab2n"])
+def test_norms_that_need_running_statistics_say_so(norm):
+    with pytest.raises(UserError, match=f"{norm}: .*needs running statistics and a momentum"):
+        tbbn.convert(nn.BatchNorm2d(3, track_running_stats=False), norm)
+
+
+def test_converting_again_changes_options_and_keeps_state(x):
+    model = tbbn.convert(trained(Nested(), x))
+    weight, old = model.norm.weight, model.norm
+    assert tbbn.convert(model).norm is old  # nothing to do
+    tbbn.convert(model, rule="current")
+    assert model.norm.weight is weight and model.norm.options.rule == "current"
+
+
+def test_every_norm_is_described():
+    assert NORMS.keys() == DESCRIPTIONS.keys()
+
+
+def test_a_norm_of_ones_own_can_be_registered(monkeypatch, x):
+    class Root(nn.Module):
+        def __init__(self, num_features, eps=1e-5, affine=True):
+            super().__init__()
+            self.eps, self.num_features = eps, num_features
+            self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
+            self.register_parameter("bias", None)
+
+        def forward(self, x):
+            return x / (x.square().mean((2, 3), keepdim=True) + self.eps).sqrt() * self.weight.view(-1, 1, 1)
+
+    monkeypatch.setitem(NORMS, "root", Root)  # so that both are as before after the test
+    monkeypatch.setitem(DESCRIPTIONS, "root", "")
+    register("root", Root, "root mean square")
+    model = tbbn.convert(nn.Sequential(nn.BatchNorm2d(2)), "root")
+    assert type(model[0]) is Root and model(x).shape == x.shape
+    assert type(tbbn.convert(model, "bn")[0]) is nn.BatchNorm2d
+    with pytest.raises(UserError, match="unknown option of norm 'root': 'groups'"):
+        tbbn.convert(nn.BatchNorm2d(2), "root", groups=2)
+
+
+def test_is_balanced():
+    assert is_balanced(tbbn.convert(nn.Sequential(nn.BatchNorm2d(2))))
+    assert not is_balanced(nn.Sequential(nn.BatchNorm2d(2)))

@@ -1,0 +1,44 @@
+"""The examples in the documentation say what the code does, and every option is in it."""
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import tbbn
+from tbbn.nn import DESCRIPTIONS, NORMS
+
+DOCS = Path(__file__).parents[2] / "docs"
+SHARED = {"eps", "momentum", "affine", "track_running_stats", "device", "dtype", "bias"}  # with batch norm
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    """A page registers a norm: put things back as they were."""
+    for table in (NORMS, DESCRIPTIONS):
+        monkeypatch.setitem(table, "root", table["bn"])
+        monkeypatch.delitem(table, "root")
+
+
+@pytest.mark.parametrize("page", ["method.md", "norms.md"])
+def test_pages(page):
+    result = doctest.testfile(str(DOCS / page), module_relative=False)
+    assert result.attempted > 3 and result.failed == 0
+
+
+@pytest.mark.parametrize("name", ["tbbn.nn.plan", "tbbn.nn.modules", "tbbn.nn.convert", "tbbn.errors"])
+def test_docstrings(name):
+    result = doctest.testmod(importlib.import_module(name), extraglobs={"tbbn": tbbn, "torch": torch})
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_every_norm_and_option_is_in_the_table():
+    lines = (DOCS / "norms.md").read_text().splitlines()
+    table = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+    assert table.keys() == NORMS.keys()
+    module = importlib.import_module("tbbn.nn.convert")
+    for norm, line in table.items():
+        for option in module._accepted(module._classes(norm)[-1]) - SHARED:
+            assert f"`{option}`" in line, f"{norm}: {option}"

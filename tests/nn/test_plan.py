@@ -1,0 +1,183 @@
+"""The split rule, layouts and plans."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from literal import splits_by_trial
+
+from tbbn.errors import UserError
+from tbbn.nn.plan import Layout, PlanOptions, make_layout, splits, whole_batch
+
+CPU, DOUBLE = torch.device("cpu"), torch.float64
+counts = st.integers(0, 70)
+
+
+def plan_of(layout, **options):
+    return layout.plan(PlanOptions(**options), CPU, DOUBLE)
+
+
+def test_splits_of_the_paper():
+    assert [splits(48, 16, past) for past in range(10)] == [1, 2, 4, 8, 8, 8, 16, 16, 16, 16]
+    assert {splits(48, 16, past) for past in range(9, 20)} == {16}
+
+
+def test_splits_by_divisors_of_the_current_rows_alone():
+    assert [splits(48, 16, past, "current") for past in range(1, 10)] == [3, 6, 8, 12, 12, 16, 16, 24, 24]
+
+
+def test_uneven_splits_are_the_wanted_number_rounded():
+    assert [splits(48, 16, past, "uneven") for past in range(1, 10)] == [3, 6, 9, 12, 15, 18, 21, 24, 27]
+    assert splits(10, 1, 50, "uneven") == 10  # never more splits than current rows
+
+
+def test_share_of_the_current_task_under_the_paper_rule():
+    shares = [48 / r / (48 / r + 16) for r in (splits(48, 16, past) for past in range(1, 10))]
+    assert [round(s, 2) for s in shares] == [0.6, 0.43, 0.27, 0.27, 0.27, 0.16, 0.16, 0.16, 0.16]
+
+
+@given(counts, counts, st.integers(0, 30), st.sampled_from(["paper", "current", "uneven"]))
+def test_splits_follow_their_rule(n_current, n_memory, past, rule):
+    assert splits(n_current, n_memory, past, rule) == splits_by_trial(n_current, n_memory, past, rule)
+
+
+def test_short_last_batch_is_balanced_by_uneven_splits():
+    assert splits(47, 16, 3) == 9  # 47 is prime: no common divisor, 8.8 wanted
+    assert splits(47, 16, 3, "current") == 9
+    plan = plan_of(Layout(47, 16, 3))
+    sizes = plan.sizes.tolist()
+    assert sum(sizes) == 47 + 9 * 16 and max(sizes) - min(sizes) == 1
+
+
+@pytest.mark.parametrize(("n_current", "n_memory", "past"), [(48, 0, 3), (0, 16, 3), (48, 16, 0), (48, 16, 1)])
+def test_nothing_to_balance_is_one_split(n_current, n_memory, past):
+    assert splits(n_current, n_memory, past) == (2 if past == 1 else 1)
+
+
+@pytest.mark.parametrize("name", ["current", "memory", "past_tasks"])
+def test_splits_reject_negative_and_fractional_numbers(name):
+    good = {"current": 48, "memory": 16, "past_tasks": 2}
+    with pytest.raises(UserError, match=f"splits: {name} must not be negative, got -1"):
+        splits(**good | {name: -1})
+    for bad in (2.0, True, "3"):
+        with pytest.raises(TypeError, match=f"splits: {name} must be a whole number, got {bad!r}"):
+            splits(**good | {name: bad})
+
+
+def test_unknown_rule_is_named_with_the_nearest():
+    with pytest.raises(UserError, match=r"unknown split rule 'papr'; choose one of: .*Did you mean 'paper'"):
+        splits(48, 16, 2, "papr")
+    with pytest.raises(UserError, match="unknown split rule"):
+        PlanOptions(rule="all")
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 12), st.sampled_from(["paper", "current", "uneven"]))
+def test_plan_rows_sum_to_one_and_every_row_is_placed(n_current, n_memory, past, rule):
+    plan = plan_of(Layout(n_current, n_memory, past), rule=rule)
+    r = splits(n_current, n_memory, past, rule)
+    if r == 1:
+        assert plan is None
+        return
+    assert plan.gather.shape == (r, n_current + n_memory)
+    for matrix in (plan.gather, plan.scatter):
+        torch.testing.assert_close(matrix.sum(1), torch.ones(len(matrix), dtype=DOUBLE))
+    assert torch.equal((plan.gather > 0).sum(1).double(), plan.sizes)
+    for row in range(n_current):
+        assert plan.scatter[row, row % r] == 1
+    assert torch.all(plan.scatter[n_current:] == 1 / r)
+
+
+def test_masked_layout_is_the_counted_one_with_its_rows_moved():
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    is_memory = (torch.arange(64) >= 48)[order]
+    straight, shuffled = plan_of(Layout(48, 16, 4)), plan_of(make_layout(None, None, is_memory, 4, None))
+    # The i-th current row of the shuffled batch takes the i-th current place, whatever it held before.
+    place = torch.where(is_memory, 47 + is_memory.cumsum(0), (~is_memory).cumsum(0) - 1)
+    assert torch.equal(shuffled.gather, straight.gather[:, place])
+    assert torch.equal(shuffled.scatter, straight.scatter[place])
+
+
+def test_a_plan_is_made_once_for_equal_counts_and_shared_by_layers():
+    layout = make_layout(48, 16, None, 3, None)
+    assert make_layout(48, 16, None, 3, None) is layout
+    assert plan_of(layout) is plan_of(layout)
+    masked = make_layout(None, None, torch.arange(64) >= 48, 3, None)
+    assert plan_of(masked) is plan_of(masked)
+    assert plan_of(layout, rule="current") is not plan_of(layout)
+    single = layout.plan(PlanOptions(), CPU, torch.float32)
+    assert single.gather.dtype == torch.float32 and single.to(CPU, torch.float32) is single
+
+
+def test_default_device_does_not_reach_the_plan():
+    try:
+        torch.set_default_device("meta")
+        plan = plan_of(Layout(12, 4, 3))
+        member = Layout(12, 4, 3).membership(CPU, DOUBLE)
+    finally:
+        torch.set_default_device(None)
+    assert plan.gather.is_cpu and plan.scatter.is_cpu and member.is_cpu
+
+
+def test_weighted_plan_gives_each_task_the_same_weight():
+    plan = plan_of(Layout(48, 16, 4), kind="weighted")
+    weights = plan.gather[0]
+    assert math.isclose(weights[:48].sum(), 1 / 5) and math.isclose(weights[48:].sum(), 4 / 5)
+    assert len(set(weights[:48].tolist())) == 1 and len(set(weights[48:].tolist())) == 1
+
+
+def test_membership_spreads_memory_rows_of_unknown_task():
+    member = Layout(2, 2, 2).membership(CPU, DOUBLE)
+    assert member.tolist() == [[0, 0, 1], [0, 0, 1], [0.5, 0.5, 0], [0.5, 0.5, 0]]
+    member = Layout(2, 2, 2, task_ids=torch.tensor([2, 2, 1, 0])).membership(CPU, DOUBLE)
+    assert member.tolist() == [[0, 0, 1], [0, 0, 1], [0, 1, 0], [1, 0, 0]]
+    member = make_layout(None, None, torch.tensor([True, False]), 2, None).membership(CPU, DOUBLE)
+    assert member.tolist() == [[0.5, 0.5, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"case": 5}, "case must be 0 .* or an ablation 1 to 4, got 5"),
+        ({"memory": "mean"}, "unknown treatment of memory rows 'mean'"),
+        ({"kind": "weighted", "case": 2}, "weighted: it has no splits, so rule, case"),
+        ({"rule": "curent"}, "Did you mean 'current'"),
+    ],
+)
+def test_wrong_options_are_one_clear_line(options, message):
+    with pytest.raises(UserError, match=message):
+        PlanOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((48, None, None, 2, None), UserError, "give both current and memory"),
+        ((48, 16, torch.ones(64, dtype=torch.bool), 2, None), UserError, "either current and memory, or is_memory"),
+        ((48, -1, None, 2, None), UserError, "memory must not be negative, got -1"),
+        ((48, 16, None, -1, None), UserError, "past_tasks must not be negative, got -1"),
+        ((48.0, 16, None, 2, None), TypeError, "current must be a whole number, got 48.0"),
+        ((None, None, torch.ones(64), 2, None), TypeError, r"1-d bool tensor .* got torch.float32 \(64,\)"),
+        ((None, None, torch.ones(8, 8, dtype=torch.bool), 2, None), TypeError, r"got torch.bool \(8, 8\)"),
+        ((None, None, [True, False], 2, None), TypeError, r"got \[True, False\]"),
+        ((48, 16, None, 2, torch.zeros(64)), TypeError, "task_ids must be a 1-d integer tensor"),
+        ((48, 16, None, 2, torch.zeros(60, dtype=torch.int64)), UserError, "60 entries but the layout covers 64 rows"),
+    ],
+)
+def test_wrong_layouts_are_one_clear_line(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        make_layout(*arguments)
+
+
+def test_a_plan_outlives_any_number_of_others():
+    """A CUDA graph that was captured with it reads it for as long as it is replayed, and nobody asks for it again."""
+    kept = weakref.ref(whole_batch(64, torch.device("cpu")).gather)
+    layout = weakref.ref(make_layout(48, 16, None, 9, None))
+    for n in range(65, 600):
+        whole_batch(n, torch.device("cpu"))
+        make_layout(n, 16, None, 9, None)
+    gc.collect()
+    assert kept() is not None and layout() is not None
