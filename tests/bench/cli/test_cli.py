@@ -25,6 +25,7 @@ import tbbn
 from tbbn.bench import config
 from tbbn.bench.cli import main as cli
 from tbbn.bench.cli.main import main
+from tbbn.bench.config.toml import tomllib
 from tbbn.bench.data import loading
 from tbbn.bench.data.loading import Source, Split
 from tbbn.bench.runs import sweep
@@ -173,7 +174,7 @@ def test_a_dry_run_prints_config_layout_and_steps_and_does_nothing(tmp_path: Pat
     assert main(["run", *TINY, "--norm", "tbbn", "--seeds", "2", "--dry-run", "--out", str(tmp_path / "none")]) == 0
     said = capsys.readouterr()
     head, _, table = said.out.partition("\ntask ")
-    printed = config.resolve(("out", config.flatten(config.tomllib.loads(head))))
+    printed = config.resolve(("out", config.flatten(tomllib.loads(head))))
     assert printed.norm.name == "tbbn" and printed.data.tasks == 2 and printed.train.epochs == 1
     rows = [line.split() for line in table.splitlines()[2:4]]
     # 24 images in batches of 64 (or 48 + 16): one step; r* of 24 + 16 rows is that of a whole batch, 48 + 16.

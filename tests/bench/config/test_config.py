@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tbbn.bench import config as cfg
 from tbbn.bench.config import Choice, RunConfig, flatten, parse_value, protocols, read_toml, resolve, to_dict, to_toml
+from tbbn.bench.config.toml import tomllib
 from tbbn.errors import UserError
 
 
@@ -148,7 +149,7 @@ def test_a_label_leaves_out_the_options_that_other_settings_bring_along() -> Non
 
 def test_short_forms_in_a_file() -> None:
     text = 'norm = "gn"\nmethod = "eeil"\ndata = "cifar10"\nseed = 3\n[train]\nepochs = 2\n'
-    flat = flatten(cfg.tomllib.loads(text))
+    flat = flatten(tomllib.loads(text))
     assert flat == {"norm.name": "gn", "method.name": "eeil", "data.name": "cifar10", "seed": 3, "train.epochs": 2}
 
 
@@ -194,8 +195,8 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_config_written_as_toml_is_read_back_as_it_was(layer: dict[str, Any]) -> None:
     config = resolve(("test", layer))
     written = to_toml(config)
-    assert resolve(("file", flatten(cfg.tomllib.loads(written)))) == config
-    assert flatten(to_dict(config)) == flatten(cfg.tomllib.loads(written))
+    assert resolve(("file", flatten(tomllib.loads(written)))) == config
+    assert flatten(to_dict(config)) == flatten(tomllib.loads(written))
     for key, value in layer.items():
         section, _, name = key.partition(".")
         if section in cfg.SECTIONS:
@@ -203,7 +204,7 @@ def test_a_config_written_as_toml_is_read_back_as_it_was(layer: dict[str, Any]) 
 
 
 def test_every_setting_is_written_out() -> None:
-    tree = cfg.tomllib.loads(to_toml(resolve()))
+    tree = tomllib.loads(to_toml(resolve()))
     assert set(flatten(tree)) == set(cfg.names())
 
 

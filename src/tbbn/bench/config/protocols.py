@@ -5,9 +5,12 @@ Each entry maps dotted names (``train.epochs``) to values; :func:`tbbn.bench.con
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from tbbn.errors import unknown_name
 
 Values = Mapping[str, Any]
 
@@ -165,3 +168,26 @@ QUIRKS: dict[str, Quirk] = {
         methods=("eeil",),
     ),
 }
+
+
+@functools.cache
+def implied(protocol: str, data: str, norm: str, method: str, quirks: tuple[str, ...], online: bool) -> Values:
+    """What these settings bring along: what suits the data set, and what protocol, quirks and a single pass ask for."""
+    if protocol not in PROTOCOLS:
+        raise unknown_name("protocol", protocol, PROTOCOLS)
+    below: list[Values] = [DATA.get(data.split(":")[0], {})]
+    if protocol == "paper":
+        below += [
+            PAPER,
+            PAPER_DATA.get(data, {}),
+            PAPER_METHOD.get(method, {}),
+            PAPER_METHOD.get(f"{method}/{data}", {}),
+        ]
+    for quirk in quirks:
+        if quirk not in QUIRKS:
+            raise unknown_name("quirk", quirk, QUIRKS)
+        if QUIRKS[quirk].applies(norm, method):
+            below.append(QUIRKS[quirk].values)
+    if online:
+        below += [ONLINE, ONLINE_METHOD.get(method, {})]
+    return {key: value for layer in below for key, value in layer.items()}

@@ -1,0 +1,64 @@
+"""Configs to TOML and back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from tbbn.bench.config.resolve import flatten
+from tbbn.bench.config.settings import Choice, RunConfig
+from tbbn.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file, as dotted names."""
+    try:
+        with open(path, "rb") as file:
+            return flatten(tomllib.load(file))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such config file.") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder, not a TOML file.") from None
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, numbers too long to read, tables too deep
+        raise UserError(f"{path}: not a TOML file: {error}.") from None
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The config as nested tables, ready for TOML or JSON; :func:`flatten` and :func:`resolve` bring it back."""
+    tree: dict[str, Any] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, Choice):
+            tree[f.name] = {"name": value.name, **{k: _plain(v) for k, v in value.options}}
+        elif is_dataclass(value):
+            tree[f.name] = {g.name: _plain(getattr(value, g.name)) for g in fields(value)}
+        else:
+            tree[f.name] = _plain(value)
+    return tree
+
+
+def to_toml(config: RunConfig | Mapping[str, Any]) -> str:
+    """The config, or the tables given, as a TOML document; of a config every setting is written out."""
+    try:
+        import tomli_w
+    except ImportError:
+        raise UserError("writing a config needs tomli-w; pip install 'tbbn[bench]'.") from None
+    text = tomli_w.dumps(to_dict(config) if isinstance(config, RunConfig) else config)
+    # All that stands between quotes may be escaped. A terminal acts on some of what TOML lets stand, such as U+202E.
+    return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _escaped(sign: str) -> str:
+    return f"\\u{ord(sign):04x}" if ord(sign) < 0x10000 else f"\\U{ord(sign):08x}"
