@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from tbbn.bench.config import resolve
-from tbbn.bench.data.packed.index import INDEX, KIND, SCHEMA, Stored, index_digest, open_packed
+from tbbn.bench.data.device import DeviceDataset
+from tbbn.bench.data.packed.index import INDEX, KIND, SCHEMA, PackedImages, index_digest, open_packed
 from tbbn.bench.data.packed.shards import Shard
-from tbbn.bench.data.packed.stream import Streamed
+from tbbn.bench.data.packed.stream import StreamedImages
 from tbbn.bench.engine import Stepped
 from tbbn.bench.engine.loop import Run
-from tbbn.bench.engine.step import Images
 
 BATCH = 64
 
@@ -70,12 +70,12 @@ def packing(source: Path, folder: Path) -> dict[str, Any]:
 
 
 def epochs(
-    stored: Stored, device: torch.device, files: Path | None, steps: int
+    stored: PackedImages, device: torch.device, files: Path | None, steps: int
 ) -> dict[str, Callable[[], Iterator[Any]]]:
     """For each candidate: batches of uint8 images on the device, in random order."""
     whole = stored.to(device)
-    gathered = Images(whole, *[torch.zeros(3)] * 3, None, torch.contiguous_format).raw
-    streamed = Streamed(stored, device)
+    gathered = DeviceDataset(whole, *[torch.zeros(3)] * 3, None, torch.contiguous_format).gather
+    streamed = StreamedImages(stored, device)
     generator = torch.Generator().manual_seed(0)
 
     def rows() -> list[Tensor]:
@@ -83,7 +83,7 @@ def epochs(
 
     found: dict[str, Callable[[], Iterator[Any]]] = {
         "in memory": lambda: (gathered(part, []) for part in torch.stack(rows()).to(device)),
-        "streamed": lambda: (batch for (batch,) in streamed.ahead(rows())),
+        "streamed": lambda: (batch for (batch,) in streamed.prefetch(rows())),
     }
     if files is not None:
         found["files, decoded by a DataLoader of 2 processes"] = lambda: _decoded(files, device, steps)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.data import loading
-from tbbn.bench.data.loading import Source, Split
+from tbbn.bench.data.types import Source, Split
 from tbbn.bench.engine import Stepped
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.task import evaluated
@@ -134,7 +134,7 @@ def training(job: Run, rounds: int, n_steps: int) -> dict[str, float]:
 def evaluation(job: Run, rounds: int) -> dict[str, float]:
     """All test images through the engine's evaluation, against forwards over tensors that lie ready."""
     rows = torch.arange(len(job.test_data.images))
-    ready = [job.test_data.seen(part, []) for part in rows.split(EVALUATION)]
+    ready = [job.test_data.evaluation_images(part, []) for part in rows.split(EVALUATION)]
 
     @torch.no_grad()
     def bare() -> Tensor:

@@ -27,7 +27,7 @@ from tbbn.bench.cli import main as cli
 from tbbn.bench.cli.main import main
 from tbbn.bench.config.toml import tomllib
 from tbbn.bench.data import loading
-from tbbn.bench.data.loading import Source, Split
+from tbbn.bench.data.types import Source, Split
 from tbbn.bench.runs import sweep
 from tbbn.bench.runs.record import load_record
 

@@ -13,7 +13,6 @@ from tbbn.bench import seeds
 from tbbn.bench.data.batches import (
     LASTS,
     LENGTHS,
-    Batch,
     Block,
     balanced_rows,
     epoch_blocks,
@@ -22,6 +21,7 @@ from tbbn.bench.data.batches import (
     stream_blocks,
 )
 from tbbn.bench.data.memory import Reservoir
+from tbbn.bench.data.types import Batch
 from tbbn.errors import UserError
 
 NONE = torch.empty(0, dtype=torch.int64)

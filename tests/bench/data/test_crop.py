@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tbbn.bench.data import crop
 from tbbn.bench.data.augment import Centred, Chain, ResizedCrop, normalise
+from tbbn.bench.data.device import DeviceDataset
 
 if RUNNING:
-    from tbbn.bench.engine.step import Images, Shape, Step
+    from tbbn.bench.engine.step import Shape, Step
 
 
 @here
@@ -139,7 +140,7 @@ def test_a_step_gives_its_network_the_same_images_by_either_way(device, monkeypa
         torch.tensor([5, 3, 3], device=device),
     )
     mean, std = statistics(3, device)
-    data = Images(images, torch.zeros(6, dtype=torch.int64, device=device), mean, std, None, torch.channels_last)
+    data = DeviceDataset(images, torch.zeros(6, dtype=torch.int64, device=device), mean, std, None, torch.channels_last)
     parameters = augment.draw(3, seed(), (20, 20)).to(device)
     step = object.__new__(Step)  # its images are a function of these alone
     step.data, step.augment, step.shape = data, augment, Shape(2, 1, 1, 1, 1, 2, True)

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tbbn.bench.data.loading import Source, load
+from tbbn.bench.data.loading import load
 from tbbn.bench.data.sources import images as decoding
+from tbbn.bench.data.types import Source
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
 

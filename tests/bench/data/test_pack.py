@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from tbbn.bench.cli.main import main
+from tbbn.bench.data.device import place_on_device
 from tbbn.bench.data.loading import found, load
 from tbbn.bench.data.packed import index as packed
 from tbbn.bench.data.packed import shards
 from tbbn.bench.data.packed.index import check_packed, open_packed
 from tbbn.bench.data.packed.pack import _shard_images, pack
 from tbbn.bench.data.packed.shards import run_lengths
-from tbbn.bench.data.packed.stream import Streamed, placed
+from tbbn.bench.data.packed.stream import StreamedImages
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
 
@@ -426,32 +427,36 @@ def test_a_stream_gives_what_indexing_gives(tmp_path: Path) -> None:
     source = write_set(tmp_path / "set", n=12)
     pack(source, tmp_path / "out", workers=1, shard_bytes=5 * 192)
     images = load(f"folder:{source}").train.images
-    streamed = Streamed(open_packed(tmp_path / "out").images[0], torch.device("cpu"))
+    streamed = StreamedImages(open_packed(tmp_path / "out").images[0], torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randint(0, 36, (n,), generator=generator) for n in (7, 1, 0, 12, *range(1, 20))]
     n_read = 0
-    for part, (batch,) in zip(parts, streamed.ahead(parts), strict=True):
+    for part, (batch,) in zip(parts, streamed.prefetch(parts), strict=True):
         assert torch.equal(batch, images[part])
         n_read += 1
     assert n_read == len(parts)
-    assert list(streamed.ahead([])) == []
+    assert list(streamed.prefetch([])) == []
 
 
 def test_a_set_is_streamed_where_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
     stored, cpu = open_packed(tmp_path / "out").images[0], torch.device("cpu")
-    assert isinstance(placed(stored, cpu), torch.Tensor) and isinstance(placed(stored, cpu, "yes"), Streamed)
-    monkeypatch.setattr("tbbn.bench.data.packed.stream._free_bytes", lambda _: 2 * 12 * 192 - 1)
-    assert isinstance(placed(stored, cpu), Streamed) and isinstance(placed(stored, cpu, "no"), torch.Tensor)
+    assert isinstance(place_on_device(stored, cpu), torch.Tensor) and isinstance(
+        place_on_device(stored, cpu, "yes"), StreamedImages
+    )
+    monkeypatch.setattr("tbbn.bench.data.device._free_bytes", lambda _: 2 * 12 * 192 - 1)
+    assert isinstance(place_on_device(stored, cpu), StreamedImages) and isinstance(
+        place_on_device(stored, cpu, "no"), torch.Tensor
+    )
     with pytest.raises(UserError, match=r"data.stream = 'yes' needs a packed data set"):
-        placed(torch.zeros(1), cpu, "yes")
+        place_on_device(torch.zeros(1), cpu, "yes")
 
 
 def test_an_error_of_a_reading_thread_reaches_the_one_who_asks(tmp_path: Path) -> None:
     pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
-    streamed = Streamed(open_packed(tmp_path / "out").images[0], torch.device("cpu"))
+    streamed = StreamedImages(open_packed(tmp_path / "out").images[0], torch.device("cpu"))
     with pytest.raises(IndexError):
-        next(streamed.ahead([torch.tensor([999])]))
+        next(streamed.prefetch([torch.tensor([999])]))
 
 
 def test_labels_are_kept_as_runs() -> None:

@@ -10,7 +10,7 @@ from tinyrun import tiny
 
 from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.data import loading
-from tbbn.bench.data.loading import Source, Split
+from tbbn.bench.data.types import Source, Split
 from tbbn.bench.engine.forecast import forecast
 from tbbn.bench.engine.loop import scenario_of
 from tbbn.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tinyrun import finish, tiny
 
-from tbbn.bench.data.batches import Batch
+from tbbn.bench.data.types import Batch
 from tbbn.bench.engine import Stepped, step
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.methods import Losses

@@ -14,7 +14,7 @@ from tbbn.bench.data import crop
 from tbbn.bench.data.augment import normalise
 from tbbn.bench.data.loading import load
 from tbbn.bench.data.packed.pack import pack
-from tbbn.bench.data.packed.stream import Reader, Streamed
+from tbbn.bench.data.packed.stream import Prefetcher, StreamedImages
 from tbbn.bench.engine import Stepped
 from tbbn.bench.engine.loop import Run
 
@@ -48,7 +48,9 @@ def test_a_streamed_run_equals_a_resident_one(place: Path, case: str) -> None:
     settings = {"data__stop_after": 2, "train__epochs": 1, **CASES[case]}
     resident = finish(tiny(data__name=f"folder:{place / 'set'}", **settings))
     streamed = finish(tiny(data__name=f"packed:{place / 'out'}", data__stream="yes", **settings))
-    assert isinstance(streamed.train_data.images, Streamed) and isinstance(streamed.test_data.images, Streamed)
+    assert isinstance(streamed.train_data.images, StreamedImages) and isinstance(
+        streamed.test_data.images, StreamedImages
+    )
     same(streamed, resident)
 
 
@@ -115,7 +117,7 @@ def test_a_streamed_run_goes_on_in_the_middle_of_an_epoch(place: Path, tmp_path:
 def test_a_run_that_waits_for_its_images_lets_others_go_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(data__name=f"packed:{place / 'out'}", data__stream="yes", data__stop_after=1, train__epochs=1)
     answers = iter([False, True] * 1000)
-    monkeypatch.setattr(Reader, "ready", lambda self: next(answers))
+    monkeypatch.setattr(Prefetcher, "ready", lambda self: next(answers))
     events: list[str] = []
     job = finish(config, lambda _, event: events.append(type(event).__name__))
     assert job.record.status == "finished"

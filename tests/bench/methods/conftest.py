@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tbbn.bench.data.batches import Batch
 from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.scenario import Task
+from tbbn.bench.data.types import Batch
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network, Output, backbone
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tbbn.bench.data.batches import Batch
+from tbbn.bench.data.types import Batch
 from tbbn.bench.methods import METHODS, Losses, method
 from tbbn.bench.models import Output
 

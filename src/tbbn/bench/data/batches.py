@@ -32,27 +32,6 @@ class Block:
         return len(self.index)
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """What a method's loss sees: rows [0, n_current) belong to the task being learnt, the others to the memory."""
-
-    images: Tensor  # (B, C, H, W), augmented
-    labels: Tensor  # (B,) int64, arrival order
-    index: Tensor  # (B,) int64 rows of source.train
-    n_current: int
-    n_memory: int
-    n_old_classes: int  # classes learnt before this task
-    n_classes: int  # classes learnt up to and with this task
-
-    @property
-    def current(self) -> slice:
-        return slice(0, self.n_current)
-
-    @property
-    def memory(self) -> slice:
-        return slice(self.n_current, self.n_current + self.n_memory)
-
-
 def parts(batch_size: int, ratio: tuple[int, int] = (3, 1)) -> tuple[int, int]:
     """The rows (n_current, n_memory) of a batch with memory.
 

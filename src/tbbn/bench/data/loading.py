@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tbbn.bench.data.packed.index import Stored, is_packed, open_packed
+from tbbn.bench.data.packed.index import PackedImages, is_packed, open_packed
 from tbbn.bench.data.sources import bundled, folders
-from tbbn.bench.data.sources.files import Contents, Split
 from tbbn.bench.data.sources.images import UNREADABLE, Progress
 from tbbn.bench.data.sources.official import OFFICIAL, Stats, fetch
+from tbbn.bench.data.types import Contents, Source, Split
 from tbbn.errors import UserError, unknown_name
-
-__all__ = ["UNREADABLE", "Source", "Split", "available", "found", "load"]
 
 # Channel mean and standard deviation: ImageNet's usual ones, and those of the training images of digits and synthetic.
 _IMAGENET: Stats = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -27,23 +24,6 @@ _SEQUENCE: Stats = ((0.5, 0.5, 0.5), (1.0, 1.0, 1.0))  # the paper's code on its
 _SEQUENCE_SIZE = 32
 _PACKABLE = ("tiny-imagenet", "imagenet100")  # taken from NAME-packed under the root where that is there
 _ALIASES = {"dissimilar": "mnist+fashion-mnist+svhn+cifar10+stl10"}
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A whole data set: both splits, the classes in the order of their ids, and the channel statistics in [0, 1].
-
-    `groups` gives for each class the place of its data set in a sequence of several; all 0 otherwise.
-    """
-
-    name: str
-    train: Split
-    test: Split
-    classes: tuple[str, ...]
-    groups: tuple[int, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    skipped: tuple[str, ...] = ()  # image files left out because they cannot be read
 
 
 def available() -> dict[str, str]:
@@ -181,7 +161,7 @@ def _sequence(name: str, sources: list[Source]) -> Source:
     return Source(name, splits[0], splits[1], classes, groups, *_SEQUENCE, skipped)
 
 
-def _resized(images: Tensor | Stored, size: int | None) -> Tensor:
+def _resized(images: Tensor | PackedImages, size: int | None) -> Tensor:
     """Images (N, C, H, W) uint8 at size x size, by PIL's bilinear rule; in pieces, for the sake of memory."""
     assert isinstance(images, Tensor), "packed images are resized when they are packed"
     if size is None or images.shape[2:] == (size, size):

@@ -14,7 +14,7 @@ from tbbn.bench.data.memory import rank_in_class
 from tbbn.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
-    from tbbn.bench.data.loading import Source
+    from tbbn.bench.data.types import Source
 
 CLASS_ORDERS = ("seed", "natural", "icarl")
 _ICARL_SEED = 1993

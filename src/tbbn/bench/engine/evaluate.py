@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tbbn.bench import metrics
 from tbbn.bench.config import RunConfig
+from tbbn.bench.data.device import DeviceDataset
 from tbbn.bench.data.scenario import Scenario, Task
-from tbbn.bench.engine.step import Images
 from tbbn.bench.engine.task import evaluated
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network, Output
@@ -19,7 +19,13 @@ from tbbn.errors import UserError
 
 
 def evaluate(
-    record: Record, task: Task, config: RunConfig, scenario: Scenario, method: Method, network: Network, data: Images
+    record: Record,
+    task: Task,
+    config: RunConfig,
+    scenario: Scenario,
+    method: Method,
+    network: Network,
+    data: DeviceDataset,
 ) -> None:
     """Predict every test image of the tasks so far, with all classes to choose from and with its own task's alone.
 

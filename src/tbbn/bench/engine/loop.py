@@ -24,13 +24,13 @@ from tbbn.bench.config import RunConfig
 from tbbn.bench.data import loading
 from tbbn.bench.data.augment import augmentation
 from tbbn.bench.data.batches import parts
-from tbbn.bench.data.packed.stream import placed
+from tbbn.bench.data.device import DeviceDataset, place_on_device
 from tbbn.bench.data.scenario import Scenario, Task, make_scenario
 from tbbn.bench.engine import validate as check
 from tbbn.bench.engine.evaluate import evaluate, evaluated_rows, task_of_class
 from tbbn.bench.engine.events import Diverged, EpochEnded, Event, Position, Stepped, TaskEnded, Waiting
 from tbbn.bench.engine.phase import Hyper, settings
-from tbbn.bench.engine.step import Captured, Images, Shape, Step, eager, read_totals
+from tbbn.bench.engine.step import Captured, Shape, Step, eager, read_totals
 from tbbn.bench.engine.task import Drawn, LearningStage, Rows
 from tbbn.bench.methods import Phase
 from tbbn.bench.models import Network, backbone
@@ -108,12 +108,12 @@ class Run:
         self.momentum: dict[str, Tensor] = {}
         self.totals: dict[Shape, tuple[list[str], Tensor, int, int]] = {}
 
-    def _images(self, split: str) -> Images:
+    def _images(self, split: str) -> DeviceDataset:
         part, labels = getattr(self.source, split), getattr(self.scenario, f"{split}_labels")
         mean, std = torch.tensor(self.source.mean), torch.tensor(self.source.std)
         labels, mean, std = (t.to(self.device) for t in (labels, mean, std))
-        images = placed(part.images, self.device, self.config.data.stream)
-        return Images(images, labels, mean, std, self.config.data.crop or None, self.memory_format)
+        images = place_on_device(part.images, self.device, self.config.data.stream)
+        return DeviceDataset(images, labels, mean, std, self.config.data.crop or None, self.memory_format)
 
     def make_network(self) -> Network:
         body = backbone(
@@ -300,7 +300,7 @@ class Run:
     ) -> Iterator[Event]:
         done, total = 0, sum(block.steps for block in drawn)
         batches = (rows for block in drawn for rows in block.index.cpu())
-        ahead = self.train_data.ahead(islice(batches, self.position.step, None))
+        prefetch = self.train_data.prefetch(islice(batches, self.position.step, None))
         for block in drawn:
             if block.shape not in self.steps:
                 self.steps[block.shape] = self._make_step(stage, phase, block, trained)
@@ -309,10 +309,10 @@ class Run:
                 done += 1
                 if done <= self.position.step:
                     continue  # trained before the run was interrupted
-                if not ahead.ready():
-                    yield Waiting(ahead.ready)
+                if not prefetch.ready():
+                    yield Waiting(prefetch.ready)
                 try:
-                    step(block.index[i], [*(p[i] for p in block.parameters), *next(ahead)])
+                    step(block.index[i], [*(p[i] for p in block.parameters), *next(prefetch)])
                 except ValueError as error:
                     if "more than 1 value per channel" not in str(error):
                         raise

@@ -16,50 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from tbbn.bench.data import crop
-from tbbn.bench.data.augment import Augment, evaluation_view, normalise
-from tbbn.bench.data.batches import Batch
-from tbbn.bench.data.packed.stream import Ahead, Nothing, Streamed
+from tbbn.bench.data.augment import Augment
+from tbbn.bench.data.device import DeviceDataset
+from tbbn.bench.data.types import Batch
 from tbbn.bench.methods import Losses
 from tbbn.bench.models import Network, Output
 from tbbn.nn import balance, is_balanced, penalty
-
-
-@dataclass(frozen=True, eq=False)
-class Images:
-    """A split of the data on the run's device, and how a network sees it."""
-
-    images: Tensor | Streamed  # (N, C, H, W) uint8
-    labels: Tensor  # (N,) int64, arrival order
-    mean: Tensor  # (C,)
-    std: Tensor
-    crop: int | None
-    memory_format: torch.memory_format
-
-    def normalised(self, images: Tensor) -> Tensor:
-        return normalise(images, self.mean, self.std).contiguous(memory_format=self.memory_format)
-
-    def seen(self, rows: Tensor, ahead: list[Tensor]) -> Tensor:
-        """The rows as evaluation sees them: not augmented."""
-        return self.normalised(evaluation_view(self.raw(rows, ahead), crop=self.crop))
-
-    def ahead(self, parts: Iterable[Tensor]) -> Ahead:
-        """For each of these batches of rows what has to be read of it beforehand: its images if they are streamed."""
-        return self.images.ahead([part.cpu() for part in parts]) if isinstance(self.images, Streamed) else Nothing()
-
-    def stored(self, rows: Tensor, ahead: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Where the rows' images lie, and which of those there they are: None, all of them in their order.
-
-        ``ahead`` ends with what was read of them, if anything was.
-        """
-        return (ahead[-1], None) if isinstance(self.images, Streamed) else (self.images, rows)
-
-    def raw(self, rows: Tensor, ahead: list[Tensor]) -> Tensor:
-        """The images (n, C, H, W) uint8 of the rows."""
-        images, chosen = self.stored(rows, ahead)
-        if chosen is None:
-            return images
-        # On a CPU indexing copies byte by byte, index_select image by image.
-        return images.index_select(0, chosen) if chosen.device.type == "cpu" else images[chosen]
 
 
 @dataclass(frozen=True)
@@ -90,7 +52,7 @@ LossFunction = Callable[[Batch, Output, Output | None], Losses]
 class Step:
     """The eager step. ``totals`` adds up the loss terms, in the order of ``names``, until they are read."""
 
-    data: Images
+    data: DeviceDataset
     augment: Augment
     strong: Augment
     network: Network
@@ -153,10 +115,10 @@ class Step:
     def images(self, index: Tensor, drawn: list[Tensor]) -> Tensor:
         """The rows' images, augmented and normalised."""
         n, more, data = self.shape.base_rows, self.shape.extra_rows, self.data
-        stored, rows = data.stored(index, drawn)
+        stored, rows = data.locate(index, drawn)
         if not more and crop.suits(self.augment, stored):
             return crop.cropped(self.augment, stored, rows, drawn[0], data.mean, data.std, data.memory_format)
-        raw = data.raw(index, drawn)
+        raw = data.gather(index, drawn)
         images = self.augment.apply(raw[:n] if more else raw, drawn[0])
         if more:
             images = torch.cat([images, self.strong.apply(raw[n:], drawn[1])])

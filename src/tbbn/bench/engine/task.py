@@ -13,10 +13,12 @@ from torch.nn import functional as F
 
 from tbbn.bench import seeds
 from tbbn.bench.data.augment import Augment
-from tbbn.bench.data.batches import Batch, Block, balanced_rows, epoch_blocks, stream_blocks
+from tbbn.bench.data.batches import Block, balanced_rows, epoch_blocks, stream_blocks
+from tbbn.bench.data.device import DeviceDataset
 from tbbn.bench.data.memory import ExemplarMemory, Reservoir, select
 from tbbn.bench.data.scenario import Scenario, Task
-from tbbn.bench.engine.step import Images, Shape, autocast
+from tbbn.bench.data.types import Batch
+from tbbn.bench.engine.step import Shape, autocast
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network, Output
 
@@ -56,7 +58,7 @@ class LearningStage:
     memory: ExemplarMemory
     scenario: Scenario
     method: Method
-    data: Images
+    data: DeviceDataset
     augment: Augment
     strong: Augment
     seed: int
@@ -181,8 +183,10 @@ class LearningStage:
         self.passed = passed  # an extra look at a stream does not count as its pass
         for drawn in blocks:
             parts = drawn.index[:, : drawn.shape.base_rows]
-            for rows, parameters, ahead in zip(parts, drawn.parameters[0], self.data.ahead(parts), strict=False):
-                images = self.data.normalised(self.augment.apply(self.data.raw(rows, ahead), parameters))
+            for rows, parameters, prefetched in zip(
+                parts, drawn.parameters[0], self.data.prefetch(parts), strict=False
+            ):
+                images = self.data.normalised(self.augment.apply(self.data.gather(rows, prefetched), parameters))
                 shape = drawn.shape
                 yield Batch(
                     images,
@@ -256,14 +260,14 @@ T = TypeVar("T")
 
 
 def evaluated(
-    network: Network, data: Images, rows: Tensor, size: int, precision: str, keep: Callable[[Output], T]
+    network: Network, data: DeviceDataset, rows: Tensor, size: int, precision: str, keep: Callable[[Output], T]
 ) -> Iterator[T]:
     """What ``keep`` makes of the network's output in eval mode, batch by batch over ``rows``."""
     was_training = network.training
     network.eval()
     try:
-        ahead = data.ahead(rows.split(size))
-        for part, read in zip(sent(rows, data.images.device).split(size), ahead, strict=False):
-            yield keep(_forward(network, data.seen(part, read), precision))
+        prefetched = data.prefetch(rows.split(size))
+        for part, read in zip(sent(rows, data.images.device).split(size), prefetched, strict=False):
+            yield keep(_forward(network, data.evaluation_images(part, read), precision))
     finally:
         network.train(was_training)

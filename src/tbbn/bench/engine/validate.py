@@ -10,8 +10,8 @@ import torch
 from tbbn.bench.config import Choice, RunConfig
 from tbbn.bench.data import augment, loading
 from tbbn.bench.data.batches import LASTS, LENGTHS, parts
+from tbbn.bench.data.device import STREAMING
 from tbbn.bench.data.memory import ExemplarMemory
-from tbbn.bench.data.packed.stream import STREAMING
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.methods import Method, method
 from tbbn.bench.models import backbone, backbones

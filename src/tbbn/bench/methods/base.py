@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from tbbn.bench.data.batches import Batch
 from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.scenario import Task
+from tbbn.bench.data.types import Batch
 from tbbn.bench.models import Head, LinearHead, Network, Output
 from tbbn.errors import UserError, unknown_name
 

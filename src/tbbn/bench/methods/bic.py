@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from tbbn.bench.data.batches import Batch
+from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, Stage
 from tbbn.bench.methods.terms import cross_entropy, shared_distillation
 from tbbn.bench.models import Head, LinearHead, Network, Output

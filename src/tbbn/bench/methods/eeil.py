@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from tbbn.bench.data.batches import Batch
+from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, Stage
 from tbbn.bench.methods.terms import cross_entropy, soft_binary_cross_entropy
 from tbbn.bench.models import Output

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tbbn.bench.data.batches import Batch
+from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Stage
 from tbbn.bench.methods.terms import class_means, cross_entropy
 from tbbn.bench.models import Output

@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from tbbn.bench.data.batches import Batch
+from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, Stage
 from tbbn.bench.methods.terms import cosine_distance, cross_entropy
 from tbbn.bench.models import CosineHead, Head, Output

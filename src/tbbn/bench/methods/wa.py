@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from tbbn.bench.data.batches import Batch
+from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Stage
 from tbbn.bench.methods.terms import cross_entropy, norm_ratio, shared_distillation
 from tbbn.bench.models import Output

@@ -33,7 +33,7 @@ _AT_ONCE = 1 << 24  # bytes hashed between two reports
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class PackedImages:
     """The images (N, C, H, W) uint8 of a split as they lie on the disk; nothing is read until they are asked for."""
 
     folder: Path
@@ -75,7 +75,7 @@ class Packed:
     """A packed data set: of train and test the images and the labels (N,) int64, and the classes by their ids."""
 
     folder: Path
-    images: tuple[Stored, Stored]
+    images: tuple[PackedImages, PackedImages]
     labels: tuple[Tensor, Tensor]
     classes: tuple[str, ...]
     skipped: tuple[str, ...]  # files that could not be read when it was packed
@@ -103,7 +103,9 @@ def open_packed(folder: Path) -> Packed:
             problem = _wrong_size(folder / shard.file, shard.images * row)
             if problem:
                 raise UserError(f"{folder / shard.file}: {problem}; the same tbbn data pack as before restores it")
-    images = tuple(Stored(folder, own, torch.Size((len(ids), *shape))) for own, ids in zip(shards, labels, strict=True))
+    images = tuple(
+        PackedImages(folder, own, torch.Size((len(ids), *shape))) for own, ids in zip(shards, labels, strict=True)
+    )
     skipped = tuple(file for own in shards for shard in own for file, _ in shard.unreadable)
     return Packed(folder, (images[0], images[1]), (labels[0], labels[1]), classes, skipped)
 

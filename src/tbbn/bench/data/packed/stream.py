@@ -1,8 +1,8 @@
-"""Images read while they are trained on: for sets that fit neither on the device nor in memory.
+"""Images read from disk during training, for sets that fit neither on the device nor in memory.
 
-All rows of an epoch are known before it begins, so threads read the next batches from the mapped shards while the
-device works on this one. On a GPU a batch is read into pinned memory and copied by a stream of its own. What comes out
-is what indexing the whole set would give.
+All rows of an epoch are known before it starts, so threads read the next batches from the mapped shards while the device
+works on this one. On a GPU a batch is read into pinned memory and copied on a separate stream. The result equals
+indexing the whole set.
 """
 
 from __future__ import annotations
@@ -16,30 +16,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tbbn.bench.data.packed.index import Stored
-from tbbn.errors import UserError
+from tbbn.bench.data.packed.index import PackedImages
 
-STREAMING = ("auto", "yes", "no")
-_SHARE = 0.5  # of the free memory that a set may take before it is streamed
 _THREADS = 4
-_DEPTH = 8  # batches read ahead at most,
-_AHEAD = 1 << 28  # and bytes of them
+_MAX_DEPTH = 8  # batches prefetched at most,
+_MAX_BYTES = 1 << 28  # and their bytes
 
 
-class Ahead(Protocol):
-    """What has to be read of each batch, in their order: a list that is empty or holds the batch's images."""
+class Prefetch(Protocol):
+    """Iterates over the batches of an epoch: for each a list that holds its images, or nothing if none had to be read."""
 
     def __iter__(self) -> Iterator[list[Tensor]]: ...
 
     def __next__(self) -> list[Tensor]: ...
 
     def ready(self) -> bool:
-        """Whether the next one comes without waiting."""
+        """Whether the next batch is available without waiting."""
         ...
 
 
-class Nothing:
-    """Nothing to be read: the images lie on the device."""
+class NoPrefetch:
+    """The images are on the device: nothing is read."""
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         return self
@@ -51,116 +48,94 @@ class Nothing:
         return True
 
 
-def placed(images: Tensor | Stored, device: torch.device, stream: str = "auto") -> Tensor | Streamed:
-    """The images on the device, or a stream of them: "yes", "no", or "auto" where they take over half of what is free."""
-    if isinstance(images, Tensor):
-        if stream == "yes":
-            raise UserError("data.stream = 'yes' needs a packed data set: see tbbn data pack --help, or use 'auto'")
-        return images.to(device)
-    if stream == "yes" or (stream == "auto" and images.shape.numel() > _SHARE * _free_bytes(device)):
-        return Streamed(images, device)
-    return images.to(device)
+class StreamedImages:
+    """Images (N, C, H, W) uint8 on disk, and the device on which their batches are wanted."""
 
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-class Streamed:
-    """Images (N, C, H, W) uint8 on the disk that are asked for as if they lay on the device."""
-
-    def __init__(self, stored: Stored, device: torch.device, n_threads: int | None = None) -> None:
-        self.stored, self.device, self.shape = stored, device, stored.shape
+    def __init__(self, packed: PackedImages, device: torch.device, n_threads: int | None = None) -> None:
+        self.packed, self.device, self.shape = packed, device, packed.shape
         self.pool = ThreadPoolExecutor(n_threads or min(_THREADS, os.cpu_count() or 1), "tbbn-read")
 
-    def ahead(self, parts: Sequence[Tensor]) -> Reader:
-        """The images of each part (n,) of rows on the CPU, one part after the other."""
-        return Reader(self, parts)
+    def prefetch(self, batches: Sequence[Tensor]) -> Prefetcher:
+        """Start reading; `batches` holds the rows (n,) of each batch, on the CPU."""
+        return Prefetcher(self, batches)
 
 
 @dataclass(eq=False)
 class _Slot:
-    """Room for one batch: pinned memory and its copy on the device; on a CPU both are the same."""
+    """Space for one batch: pinned memory and its copy on the device. On a CPU both are the same tensor."""
 
     host: Tensor
-    there: Tensor
-    copied: torch.cuda.Event | None = None  # the copy is on the device, its source may be overwritten
-    released: torch.cuda.Event | None = None  # the step has been computed, the copy may be overwritten
+    device: Tensor
+    copied: torch.cuda.Event | None = None  # the copy is done: `host` may be overwritten
+    released: torch.cuda.Event | None = None  # the step is done: `device` may be overwritten
     reading: Future[None] | None = None
 
 
-class Reader:
-    """Batches read ahead into a ring of slots. What was given out is valid until the next one is asked for.
+class Prefetcher:
+    """Reads batches into a ring of slots. A batch is valid until the next one is requested.
 
-    Threads touch the host's memory only: a call of CUDA in one of them would break a graph being captured in another.
+    The threads touch host memory only: a CUDA call in a thread would break a graph capture in another.
     """
 
-    def __init__(self, images: Streamed, parts: Sequence[Tensor]) -> None:
-        self.images, self.parts, self.place = images, parts, 0
-        longest = max((len(part) for part in parts), default=0)
+    def __init__(self, images: StreamedImages, batches: Sequence[Tensor]) -> None:
+        self.images, self.batches, self.position = images, batches, 0
+        longest = max((len(rows) for rows in batches), default=0)
         shape = (longest, *images.shape[1:])
-        depth = max(2, min(_DEPTH, _AHEAD // max(1, torch.Size(shape).numel())))
+        depth = max(2, min(_MAX_DEPTH, _MAX_BYTES // max(1, torch.Size(shape).numel())))
         cuda = images.device.type == "cuda"
-        self.side = torch.cuda.Stream(images.device) if cuda else None
+        self.copy_stream = torch.cuda.Stream(images.device) if cuda else None
         self.slots: list[_Slot] = []
-        for i in range(min(depth, len(parts))):
+        for i in range(min(depth, len(batches))):
             host = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda)
             slot = _Slot(host, torch.empty(shape, dtype=torch.uint8, device=images.device) if cuda else host)
             if cuda:
                 slot.copied, slot.released = torch.cuda.Event(), torch.cuda.Event()
-                slot.released.record(
-                    torch.cuda.current_stream(images.device)
-                )  # whoever had this memory before is done by then
+                # The allocator may reuse memory that work already queued on this stream still reads.
+                slot.released.record(torch.cuda.current_stream(images.device))
             self.slots.append(slot)
             self._read(i)
-
-    def _slot(self, place: int) -> _Slot:
-        return self.slots[place % len(self.slots)]
-
-    def _read(self, place: int) -> None:
-        part, slot = self.parts[place], self._slot(place)
-        slot.reading = self.images.pool.submit(self.images.stored.read, part, slot.host[: len(part)])
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         return self
 
-    def ready(self) -> bool:
-        if self.place >= len(self.parts):
-            return True
-        reading, before = self._slot(self.place).reading, self._slot(self.place - 1)
-        assert reading is not None
-        copied = not self.place or before.copied is None or before.copied.query()
-        return reading.done() and copied
-
     def __next__(self) -> list[Tensor]:
-        if self.place:
-            self._free(self.place - 1)
-        if self.place >= len(self.parts):
+        if self.position:
+            self._release(self.position - 1)
+        if self.position >= len(self.batches):
             raise StopIteration
-        slot, n = self._slot(self.place), len(self.parts[self.place])
+        slot, n = self._slot(self.position), len(self.batches[self.position])
         assert slot.reading is not None
         slot.reading.result()
-        if self.side is not None:
+        if self.copy_stream is not None:
             assert slot.copied is not None and slot.released is not None
-            self.side.wait_event(slot.released)
-            with torch.cuda.stream(self.side):
-                slot.there[:n].copy_(slot.host[:n], non_blocking=True)
-                slot.copied.record(self.side)
+            self.copy_stream.wait_event(slot.released)
+            with torch.cuda.stream(self.copy_stream):
+                slot.device[:n].copy_(slot.host[:n], non_blocking=True)
+                slot.copied.record(self.copy_stream)
             torch.cuda.current_stream(self.images.device).wait_event(slot.copied)
-        self.place += 1
-        return [slot.there[:n]]
+        self.position += 1
+        return [slot.device[:n]]
 
-    def _free(self, place: int) -> None:
-        """The batch given out last is used up: the next one for its slot may be read."""
-        slot = self._slot(place)
+    def ready(self) -> bool:
+        if self.position >= len(self.batches):
+            return True
+        reading, previous = self._slot(self.position).reading, self._slot(self.position - 1)
+        assert reading is not None
+        copied = not self.position or previous.copied is None or previous.copied.query()
+        return reading.done() and copied
+
+    def _slot(self, position: int) -> _Slot:
+        return self.slots[position % len(self.slots)]
+
+    def _read(self, position: int) -> None:
+        rows, slot = self.batches[position], self._slot(position)
+        slot.reading = self.images.pool.submit(self.images.packed.read, rows, slot.host[: len(rows)])
+
+    def _release(self, position: int) -> None:
+        """The step has used this batch: start reading the next one for its slot."""
+        slot = self._slot(position)
         if slot.released is not None and slot.copied is not None:
             slot.released.record(torch.cuda.current_stream(self.images.device))
             slot.copied.synchronize()
-        if place + len(self.slots) < len(self.parts):
-            self._read(place + len(self.slots))
+        if position + len(self.slots) < len(self.batches):
+            self._read(position + len(self.slots))

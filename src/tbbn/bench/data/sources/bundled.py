@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from tbbn.bench.data.sources.files import Contents, Split
+from tbbn.bench.data.types import Contents, Split
 from tbbn.errors import UserError
 
 _SEED = 2023

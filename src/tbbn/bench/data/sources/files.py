@@ -12,34 +12,14 @@ import io
 import pickle
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tbbn.bench.data.packed.index import Stored
+from tbbn.bench.data.types import Split
 from tbbn.errors import UserError
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Images (N, C, H, W) uint8, packed ones on the disk, and labels (N,) int64, the data set's own class ids."""
-
-    images: Tensor | Stored
-    labels: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Contents:
-    """What a data set holds: its two splits, and its classes in the order of their ids."""
-
-    train: Split
-    test: Split
-    classes: tuple[str, ...]
-    skipped: tuple[str, ...] = ()  # image files left out because they cannot be read
-
 
 # What a pickled array or the plain Python types ask for, by every numpy and both Pythons.
 _ALLOWED = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from tbbn.bench.data.sources import archives
-from tbbn.bench.data.sources.files import Contents, Split
 from tbbn.bench.data.sources.images import Listing, Progress, decode
+from tbbn.bench.data.types import Contents, Split
 from tbbn.errors import UserError
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}

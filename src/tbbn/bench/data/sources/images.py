@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tbbn.bench.data.sources.decoding import Unreadable, open_image, pil_silenced
-from tbbn.bench.data.sources.files import Split
+from tbbn.bench.data.types import Split
 from tbbn.errors import UserError
 
 if TYPE_CHECKING:

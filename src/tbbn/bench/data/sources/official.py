@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tbbn.bench.data.sources import archives, files
-from tbbn.bench.data.sources.files import Contents
+from tbbn.bench.data.types import Contents
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
 

@@ -1,0 +1,65 @@
+"""The types of data that the rest of the bench passes around: splits, sources and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tbbn.bench.data.packed.index import PackedImages
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Training or test part of a data set: images (N, C, H, W) uint8, in memory or packed on disk, and their labels."""
+
+    images: Tensor | PackedImages
+    labels: Tensor  # (N,) int64, the data set's own class ids
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What a reader found: both splits, and the class names in the order of their ids."""
+
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    skipped: tuple[str, ...] = ()  # unreadable image files that were left out
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A whole data set: both splits, the class names in the order of their ids, and channel statistics in [0, 1].
+
+    `groups` holds for each class the position of its data set in a sequence of several; all 0 otherwise.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    groups: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    skipped: tuple[str, ...] = ()  # unreadable image files that were left out
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a method's loss receives: rows [0, n_current) belong to the current task, the others come from the memory."""
+
+    images: Tensor  # (B, C, H, W), augmented and normalised
+    labels: Tensor  # (B,) int64, arrival order
+    index: Tensor  # (B,) int64 rows of source.train
+    n_current: int
+    n_memory: int
+    n_old_classes: int  # classes learnt before this task
+    n_classes: int  # classes learnt up to and including this task
+
+    @property
+    def current(self) -> slice:
+        return slice(0, self.n_current)
+
+    @property
+    def memory(self) -> slice:
+        return slice(self.n_current, self.n_current + self.n_memory)
