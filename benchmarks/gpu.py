@@ -1,9 +1,9 @@
 """Task-balanced batch norm on a GPU: is it right, and what does it cost beside ``nn.BatchNorm2d``?
 
-    PYTHONPATH=src python3 benchmarks/gpu.py [float64] [equality] [convolutions] [bench]
+    PYTHONPATH=src python3 benchmarks/gpu.py [float64] [equality] [convolutions] [speed]
 
 Needs torch with Triton and a CUDA device, nothing else. First the kernels against float64, then captured runs against eager
-ones and a lane against the run alone, bit for bit, then convolutions beside cuDNN's and the tables of ``tbbn bench``; or the
+ones and a lane against the run alone, bit for bit, then convolutions beside cuDNN's and the tables of ``tbbn speed``; or the
 parts that are named. Parts may fail alone. Where OUT is set, ``$OUT/gpu.json`` has every number (``gpu-NAME.json`` of one part).
 """
 
@@ -25,16 +25,18 @@ from torch import Tensor
 
 from tbbn.accelerators.fused import Conv2d
 from tbbn.accelerators.triton import norm as kernels
-from tbbn.bench import speed as bench
-from tbbn.bench.cli.speed import text
+from tbbn.bench import speed
+from tbbn.bench.cli.speed import speed_tables
 from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.engine import run_lanes
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.step import Captured
+from tbbn.bench.timing import captured, time_interleaved
 from tbbn.nn import functional
 from tbbn.nn.plan import Layout, Plan, PlanOptions
 
 DEVICE = torch.device("cuda", 0)
+EPS = 1e-5
 RESULTS: dict[str, Any] = {}
 
 
@@ -71,7 +73,7 @@ def spilled() -> dict[str, int]:
 
 
 def plan_of(dtype: torch.dtype) -> Plan:
-    plan = Layout(**bench.LAYOUT).plan(PlanOptions(), DEVICE, dtype)
+    plan = Layout(**speed.LAYOUT).plan(PlanOptions(), DEVICE, dtype)
     assert plan is not None
     return plan
 
@@ -84,7 +86,7 @@ def check_one(shape: tuple[int, ...], dtype: str, fmt: str, residual: bool) -> d
     """Errors against float64 of ``relu(norm(x) + residual)``, or of the norm alone, and whether bits are the same twice."""
 
     def draw() -> Tensor:
-        return torch.randn(shape, device=DEVICE).to(bench.DTYPES[dtype]).to(memory_format=bench.FORMATS[fmt])
+        return torch.randn(shape, device=DEVICE).to(speed.DTYPES[dtype]).to(memory_format=speed.FORMATS[fmt])
 
     inputs = [draw(), torch.rand(shape[1], device=DEVICE) + 0.5, torch.randn(shape[1], device=DEVICE), draw()]
     inputs = [t.requires_grad_() for t in inputs[: 4 if residual else 3]]
@@ -93,10 +95,10 @@ def check_one(shape: tuple[int, ...], dtype: str, fmt: str, residual: bool) -> d
 
     def norm() -> Tensor:
         return kernels.planned_norm(
-            *inputs[:3], plan_of(torch.float32), bench.EPS, relu=residual, residual=beside
+            *inputs[:3], plan_of(torch.float32), EPS, relu=residual, residual=beside
         )[0]  # fmt: skip
 
-    y, want = norm(), functional.reference(*exact[:3], plan_of(torch.float64), bench.EPS)[0]
+    y, want = norm(), functional.reference(*exact[:3], plan_of(torch.float64), EPS)[0]
     if residual:
         want = F.relu(want + exact[3])
     g = (
@@ -115,9 +117,9 @@ def check_one(shape: tuple[int, ...], dtype: str, fmt: str, residual: bool) -> d
 
 def check() -> dict[str, Any]:
     found, bad = {}, []
-    for shape in bench.SHAPES:
-        for dtype in bench.DTYPES:
-            for fmt in bench.FORMATS:
+    for shape in speed.SHAPES:
+        for dtype in speed.DTYPES:
+            for fmt in speed.FORMATS:
                 for residual in (False, True):
                     what = f"{'x'.join(map(str, shape))} {dtype} {fmt}{' residual' if residual else ''}"
                     found[what] = errors = check_one(shape, dtype, fmt, residual)
@@ -170,10 +172,10 @@ def convolution(n_in: int, n_out: int, side: int, size: int, stride: int) -> dic
     found: dict[str, Any] = dict(zip(("y", "dweight", "dx"), map(apart, got, want), strict=False))
     found["other_bits"] = sum(not torch.equal(a, b) for a, b in zip(got, again, strict=True))
     works = {
-        name: bench.captured(lambda f=f: [f(x, g) for x, g in zip(inputs, grads, strict=True)], DEVICE)  # type: ignore[misc]
+        name: captured(lambda f=f: [f(x, g) for x, g in zip(inputs, grads, strict=True)], DEVICE)  # type: ignore[misc]
         for name, f in (("cudnn", cudnn), ("ours", ours))
     }
-    for name, times in bench.race(works, DEVICE).items():
+    for name, times in time_interleaved(works, DEVICE).items():
         found[f"{name}_us"] = 1e6 * median(times) / len(inputs)
     return found
 
@@ -237,12 +239,14 @@ def equality() -> dict[str, bool]:
 
 
 def tables() -> dict[str, Any]:
-    found = bench.bench(DEVICE, precisions=("bf16", "tf32"), n_lanes=(1, 8), say=lambda line: print(f"   {line}"))
-    print(text(found))
+    found = speed.measure_speed(
+        DEVICE, precisions=("bf16", "tf32"), n_lanes=(1, 8), on_row=lambda row: print(f"   {row}")
+    )
+    print(speed_tables(found))
     return found
 
 
-PARTS = {"float64": check, "equality": equality, "convolutions": convolutions, "bench": tables}
+PARTS = {"float64": check, "equality": equality, "convolutions": convolutions, "speed": tables}
 
 if __name__ == "__main__":
     if unknown := set(sys.argv[1:]) - set(PARTS):

@@ -50,7 +50,7 @@ tbbn.nothing
 # The rooms of the house from the ground up: a module may import its own room and those before it.
 ROOMS = (
     "errors", "registry", "nn", "accelerators",
-    "bench.seeds", "bench.metrics", "bench.vision", "bench.config", "bench.data", "bench.models", "bench.methods",
+    "bench.seeds", "bench.metrics", "bench.timing", "bench.vision", "bench.config", "bench.data", "bench.models", "bench.methods",
     "bench.engine", "bench.runs", "bench.report", "bench.api", "paper", "bench.speed", "integrations", "bench.cli", "__main__",
 )  # fmt: skip
 # Imports that go up, each for a reason.

@@ -1,7 +1,7 @@
-"""Metrics of class-incremental learning: pure functions of the accuracy matrix or of counted predictions.
+"""Metrics of class-incremental learning: pure functions of the accuracy matrix or of a confusion matrix.
 
-The matrix is lower triangular: row t has t + 1 entries, and a[t][i] is the accuracy on the test images of task i after
-learning task t. Formulas in `FORMULAS` count tasks from 1 to T, as the paper does.
+The accuracy matrix is lower triangular: row t has t + 1 entries, and a[t][i] is the accuracy on task i's test images after
+learning task t. Code counts tasks from 0; the formulas in `FORMULAS` count them from 1 to T, as the paper does.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FORMULAS: dict[str, str] = {
     "backward_transfer": "BWT = (1/(T-1)) sum_{i<T} (a[T,i] - a[i,i])",
     "weighted_final_accuracy": "A_f^w = sum_i c_i a[T,i] / sum_i c_i, c_i classes in task i",
     "weighted_average_accuracy": "A_a^w = (1/T) sum_t (sum_{i<=t} c_i a[t,i] / sum_{i<=t} c_i), c_i classes in task i",
-    "task_il_final_accuracy": "A_f with the task of each test image known: argmax inside its own task's classes",
-    "task_il_average_accuracy": "A_a with the task of each test image known: argmax inside its own task's classes",
-    "C->C": "wrong predictions: a class of the current (newest) task taken for another class of it",
-    "C->P": "wrong predictions: a class of the current task taken for a class of a past task",
-    "P->C": "wrong predictions: a class of a past task taken for a class of the current task",
-    "P->P": "wrong predictions: a class of a past task taken for another class of a past task",
+    "task_il_final_accuracy": "A_f with the task id given: argmax over the classes of the image's own task",
+    "task_il_average_accuracy": "A_a with the task id given: argmax over the classes of the image's own task",
+    "C->C": "errors: current (newest) task, predicted as another class of the current task",
+    "C->P": "errors: current task, predicted as a class of a past task",
+    "P->C": "errors: past task, predicted as a class of the current task",
+    "P->P": "errors: past task, predicted as another class of a past task",
 }
 
 ERROR_TYPES = ("C->C", "C->P", "P->C", "P->P")
@@ -35,7 +35,7 @@ ERROR_TYPES = ("C->C", "C->P", "P->C", "P->P")
 
 def _checked(accuracy: Matrix) -> Matrix:
     if not accuracy:
-        raise UserError("accuracy matrix: at least one row is needed, got none.")
+        raise UserError("accuracy matrix: needs at least one row, got none.")
     for t, row in enumerate(accuracy):
         if len(row) != t + 1:
             raise UserError(f"accuracy matrix: row {t} must have {t + 1} entries (tasks 0 to {t}), got {len(row)}.")
@@ -43,7 +43,7 @@ def _checked(accuracy: Matrix) -> Matrix:
 
 
 def _mean(row: Sequence[float], weights: Sequence[float] | None) -> float:
-    """The mean of a row; with weights w_i it is sum_i w_i a_i / sum_i w_i over the tasks of that row."""
+    """Mean of a row, or with weights w_i: sum_i w_i a_i / sum_i w_i over the tasks in the row."""
     if weights is None:
         return fsum(row) / len(row)
     used = weights[: len(row)]
@@ -53,13 +53,13 @@ def _mean(row: Sequence[float], weights: Sequence[float] | None) -> float:
 def _checked_weights(accuracy: Matrix, weights: Sequence[float] | None) -> Sequence[float] | None:
     if weights is not None and (len(weights) != len(accuracy) or min(weights) <= 0):
         raise UserError(
-            f"metrics: weights must be {len(accuracy)} positive numbers, the classes of each task; got {list(weights)}."
+            f"metrics: weights must be {len(accuracy)} positive numbers (classes per task), got {list(weights)}."
         )
     return weights
 
 
 def final_accuracy(accuracy: Matrix, weights: Sequence[float] | None = None) -> float:
-    """A_f, the mean accuracy over all tasks after the last one; with `weights` (classes per task) over all classes.
+    """A_f: mean accuracy over all tasks after the last one. `weights` (classes per task) makes it a mean over classes.
 
     >>> final_accuracy([[0.75], [0.5, 1.0]])
     0.75
@@ -71,7 +71,7 @@ def final_accuracy(accuracy: Matrix, weights: Sequence[float] | None = None) -> 
 
 
 def average_accuracy(accuracy: Matrix, weights: Sequence[float] | None = None) -> float:
-    """A_a, the mean over t of the mean accuracy after task t; with `weights` each of those is over all classes seen.
+    """A_a: mean over t of the mean accuracy after task t. `weights` (classes per task) makes each a mean over classes.
 
     >>> average_accuracy([[1.0], [0.25, 0.75]])
     0.75
@@ -84,11 +84,11 @@ def average_accuracy(accuracy: Matrix, weights: Sequence[float] | None = None) -
 
 
 def forgetting(accuracy: Matrix, *, paper: bool = True) -> float:
-    """F, the mean drop of accuracy on a task since it was learnt, over all T tasks; the last one counts as 0.
+    """F: mean drop in accuracy on a task since it was learnt, over all T tasks. The last task counts as 0.
 
-    The paper's definition is the largest drop below the accuracy right after learning, max_{t>i} (a[i][i] - a[t][i]).
-    `paper=False` is what its code computes, the drop from the best earlier accuracy to the final one,
-    max_{t<T} a[t][i] - a[T][i]. The two agree when accuracy only falls; a task that only improves counts below 0.
+    `paper=True` is the paper's definition: the largest drop below the accuracy right after learning,
+    max_{t>i} (a[i][i] - a[t][i]). `paper=False` is what the paper's code computes: from the best earlier accuracy to the
+    final one, max_{t<T} a[t][i] - a[T][i]. They agree when accuracy only falls. A task that only improves is negative.
 
     >>> rows = [[0.5], [0.25, 1.0], [0.375, 0.5, 1.0]]
     >>> forgetting(rows), forgetting(rows, paper=False)
@@ -106,7 +106,7 @@ def forgetting(accuracy: Matrix, *, paper: bool = True) -> float:
 
 
 def learning_accuracy(accuracy: Matrix) -> float:
-    """A_l, the mean accuracy on each task right after it was learnt.
+    """A_l: mean accuracy on each task right after learning it.
 
     >>> learning_accuracy([[1.0], [0.25, 0.5]])
     0.75
@@ -115,9 +115,9 @@ def learning_accuracy(accuracy: Matrix) -> float:
 
 
 def backward_transfer(accuracy: Matrix) -> float:
-    """BWT, the mean change of accuracy from when a task was learnt to the end, over all tasks but the last.
+    """BWT: mean change in accuracy from right after learning a task to the end, over all tasks but the last.
 
-    Negative when the network forgets; 0 for a single task.
+    Negative means forgetting. 0 for a single task.
 
     >>> backward_transfer([[1.0], [0.25, 0.5]])
     -0.75
@@ -130,21 +130,21 @@ def backward_transfer(accuracy: Matrix) -> float:
 
 
 def confusion_error_types(confusion: Sequence[Sequence[int]], first_current: int) -> dict[str, int]:
-    """Counts wrong predictions by whether the true and the predicted class are current (C) or past (P).
+    """Count errors by whether the true and the predicted class are current (C) or past (P).
 
-    `confusion[label][prediction]` counts test images; classes from `first_current` on are the newest task's. The four
-    counts sum to all errors. "P->C" reads: a past class, predicted as a current one.
+    `confusion[label][prediction]` counts test images. Classes from `first_current` on belong to the newest task. The four
+    counts add up to all errors. "P->C": a past class predicted as a current one.
 
     >>> confusion_error_types([[5, 1, 2], [0, 6, 3], [4, 0, 9]], first_current=2)
     {'C->C': 0, 'C->P': 4, 'P->C': 5, 'P->P': 1}
     """
     n = len(confusion)
     if not 0 <= first_current <= n:
-        raise UserError(f"error types: first_current must lie in 0..{n}, the classes seen, got {first_current}.")
+        raise UserError(f"error types: first_current must be in 0..{n} (classes seen), got {first_current}.")
     counts = dict.fromkeys(ERROR_TYPES, 0)
     for label, row in enumerate(confusion):
         if len(row) != n:
-            raise UserError(f"confusion matrix: row {label} must have {n} entries, as many as rows, got {len(row)}.")
+            raise UserError(f"confusion matrix: must be square, but row {label} has {len(row)} entries, not {n}.")
         true = "C" if label >= first_current else "P"
         right = int(row[label])
         past, current = int(sum(row[:first_current])), int(sum(row[first_current:]))
@@ -153,29 +153,13 @@ def confusion_error_types(confusion: Sequence[Sequence[int]], first_current: int
     return counts
 
 
-def error_types(predictions: Sequence[int], labels: Sequence[int], first_current: int) -> dict[str, int]:
-    """Counts the four kinds of wrong predictions as `confusion_error_types` does, from one prediction an image.
-
-    >>> error_types([0, 1, 2, 2, 0], [1, 1, 0, 2, 2], first_current=2)
-    {'C->C': 0, 'C->P': 1, 'P->C': 1, 'P->P': 1}
-    """
-    if len(predictions) != len(labels):
-        raise UserError(f"error types: {len(predictions)} predictions for {len(labels)} labels; one each is needed.")
-    counts = dict.fromkeys(ERROR_TYPES, 0)
-    for prediction, label in zip(predictions, labels, strict=True):
-        if prediction != label:
-            true = "C" if label >= first_current else "P"
-            counts[f"{true}->{'C' if prediction >= first_current else 'P'}"] += 1
-    return counts
-
-
 def summary(
     accuracy: Matrix, *, weights: Sequence[float] | None = None, task_il: Matrix | None = None
 ) -> dict[str, float]:
-    """Every metric of the matrix by its name in `FORMULAS`.
+    """Every metric, by its name in `FORMULAS`.
 
-    The class-weighted ones are there when `weights` (classes per task) is given, the task-IL ones when `task_il`, the
-    matrix of accuracies with the task known, is.
+    Class-weighted metrics need `weights` (classes per task). Task-IL metrics need `task_il`, the accuracy matrix with the
+    task id given.
 
     >>> summary([[1.0], [0.25, 0.5]])["forgetting"]
     0.375

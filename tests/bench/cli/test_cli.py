@@ -233,7 +233,7 @@ def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: py
         ("run --norm bn tbbn", r"--norm bn tbbn: several values have commas between them: --norm bn,tbbn\."),
         ("run demo --norm bn, tbbn", r"several values have commas between them: --norm bn,tbbn\."),
         ("sweep --method ft er --seeds 2", r"several values have commas between them: --method ft,er\."),
-        ("bench --norm bn tbbn", r"several values have commas between them: --norm bn,tbbn\."),
+        ("speed --norm bn tbbn", r"several values have commas between them: --norm bn,tbbn\."),
         ("list", r"WHAT is needed: one of methods, norms, .*, quirks; see tbbn list --help\."),
         ("data", r"ACTION is needed: pack or check; see tbbn data --help\."),
         ("data pck", r"invalid choice: 'pck' \(choose from '?pack'?, '?check'?\)"),

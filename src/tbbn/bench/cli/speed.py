@@ -1,10 +1,11 @@
-"""``tbbn bench``: what this machine makes of it."""
+"""``tbbn speed``: how fast this machine trains."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from tbbn.bench.cli.common import Command
@@ -14,49 +15,51 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 def add(command: Command) -> None:
-    line = "Time the layer, training steps and runs side by side on this machine, against batch norm."
-    bench = command("bench", _bench, line, "tbbn bench --precision bf16 --lanes 1,4,8 --json > h200.json")
-    bench.add_argument("--backbone", default="resnet32", help="backbones with commas (default: resnet32)")
-    bench.add_argument("--norm", default="bn,tbbn", help="norms with commas (default: bn,tbbn)")
-    bench.add_argument("--precision", help="fp32, tf32, bf16 with commas (default: fp32; on a GPU tf32,bf16)")
-    bench.add_argument("--lanes", help="numbers of runs at a time with commas; 0 for none (default: 1; on a GPU 1,4,8)")
-    bench.add_argument("--epochs", type=int, default=4, help="epochs of the runs' tasks (default: 4)")
-    bench.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
-    bench.add_argument("--json", action="store_true", help="all numbers as JSON")
-    bench.add_argument("--quiet", action="store_true", help="no progress")
+    line = "Time norm layers, training steps and parallel runs on this machine, relative to batch norm."
+    speed = command("speed", _speed, line, "tbbn speed --precision bf16 --lanes 1,4,8 --json > h200.json")
+    speed.add_argument("--backbone", default="resnet32", help="backbones, comma-separated (default: resnet32)")
+    speed.add_argument("--norm", default="bn,tbbn", help="norms, comma-separated (default: bn,tbbn)")
+    speed.add_argument("--precision", help="fp32, tf32, bf16, comma-separated (default: fp32; on a GPU tf32,bf16)")
+    speed.add_argument(
+        "--lanes", help="numbers of parallel runs, comma-separated; 0: skip (default: 1; on a GPU 1,4,8)"
+    )
+    speed.add_argument("--epochs", type=int, default=4, help="epochs per task in the parallel runs (default: 4)")
+    speed.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    speed.add_argument("--json", action="store_true", help="print JSON")
+    speed.add_argument("--quiet", action="store_true", help="hide progress")
 
 
-def _bench(chosen: argparse.Namespace) -> int:
+def _speed(chosen: argparse.Namespace) -> int:
     import torch
 
     from tbbn.bench.models import backbones
-    from tbbn.bench.speed import bench
+    from tbbn.bench.speed import measure_speed
     from tbbn.nn import NORMS
 
-    on_gpu = torch.cuda.is_available() if chosen.device == "auto" else chosen.device == "cuda"
     if chosen.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"unknown device {chosen.device!r}; use 'cuda' for a GPU, 'cpu' or 'auto'.")
+    on_gpu = torch.cuda.is_available() if chosen.device == "auto" else chosen.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device here.")
+        raise UserError("--device cuda: torch finds no CUDA device here.")
     if chosen.epochs < 2:
-        raise UserError(f"--epochs must be at least 2, the first being left out, got {chosen.epochs}.")
+        raise UserError(f"--epochs must be at least 2 (the first epoch is not timed), got {chosen.epochs}.")
     precisions = _names("precision", chosen.precision or ("tf32,bf16" if on_gpu else "fp32"), PRECISIONS)
     if not on_gpu and precisions != ["fp32"]:
-        raise UserError(f"--precision: a CPU is measured in fp32, got {','.join(precisions)}.")
-    found = bench(
+        raise UserError(f"--precision must be fp32 on a CPU, got {','.join(precisions)}.")
+    found = measure_speed(
         torch.device("cuda" if on_gpu else "cpu"),
         backbones=_names("backbone", chosen.backbone, backbones()),
         norms=_names("norm", chosen.norm, NORMS),
         precisions=precisions,
         n_lanes=_numbers(chosen.lanes or ("1,4,8" if on_gpu else "1")),
         epochs=chosen.epochs,
-        say=(lambda text: None) if chosen.quiet else (lambda text: print(text, file=sys.stderr, flush=True)),
+        on_row=(lambda row: None) if chosen.quiet else (lambda row: print(row, file=sys.stderr, flush=True)),
     )
-    print(json.dumps(found, indent=1) if chosen.json else text(found))
+    print(json.dumps(found, indent=1) if chosen.json else speed_tables(found))
     return 0
 
 
-def _names(kind: str, text: str, known: Any) -> list[str]:
+def _names(kind: str, text: str, known: Collection[str]) -> list[str]:
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names:
         if name not in known:
@@ -69,18 +72,19 @@ def _names(kind: str, text: str, known: Any) -> list[str]:
 def _numbers(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() for part in parts):
-        raise UserError(f"--lanes must be numbers with commas, got {text!r}.")
+        raise UserError(f"--lanes must be comma-separated numbers, such as 1,4,8; got {text!r}.")
     return [int(part) for part in parts if int(part)]
 
 
-def text(found: dict[str, Any]) -> str:
+def speed_tables(found: dict[str, Any]) -> str:
+    """The tables as text."""
     from tbbn.bench.report.tables import Table
 
     parts = ["\n".join(f"{key.ljust(20)}{value}" for key, value in found["machine"].items())]
     titles = {
-        "layers": "one layer, forward + backward; floor: the bytes it must move at the speed of a copy",
-        "steps": "a training step, batch of 64",
-        "lanes": "whole runs at a time, all in, in their second task",
+        "layers": "one layer, forward + backward; floor: time to move the bytes it must move, at copy bandwidth",
+        "steps": "one training step, batch size 64",
+        "lanes": "whole runs in parallel, timed in their second task",
     }
     for name, title in titles.items():
         rows = [_row(entry) for entry in found[name]]
@@ -92,7 +96,7 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _row(entry: dict[str, Any]) -> dict[str, str]:
-    """A table's row: what is measured of a norm becomes columns of its own."""
+    """A table row; each number measured for a norm gets its own column."""
     row: dict[str, str] = {}
     for key, value in entry.items():
         if isinstance(value, dict):
