@@ -50,7 +50,8 @@ tbbn.nothing
 # The rooms of the house from the ground up: a module may import its own room and those before it.
 ROOMS = (
     "errors", "registry", "nn", "accelerators",
-    "bench.seeds", "bench.metrics", "bench.timing", "bench.vision", "bench.config", "bench.data", "bench.models", "bench.methods",
+    "bench.files", "bench.seeds", "bench.metrics", "bench.timing", "bench.vision", "bench.config", "bench.data", "bench.models",
+    "bench.methods",
     "bench.engine", "bench.runs", "bench.report", "bench.api", "paper", "bench.speed", "integrations", "bench.cli", "__main__",
 )  # fmt: skip
 # Imports that go up, each for a reason.
@@ -59,7 +60,7 @@ UPWARDS = {
     ("bench.engine", "bench.runs"),
     ("bench.runs", "paper"),
 }
-WITHOUT_TORCH = {"errors", "registry", "bench.metrics", "bench.config"}
+WITHOUT_TORCH = {"errors", "registry", "bench.files", "bench.metrics", "bench.config"}
 
 
 def room(module):
@@ -94,7 +95,9 @@ def test_imports_go_one_way(path):
         top, _, rest = name.partition(".")
         if top != "tbbn":
             if own in WITHOUT_TORCH:
-                assert top in sys.stdlib_module_names or top in ("tomli", "tomli_w"), f"{own} may not import {top}"
+                assert top in sys.stdlib_module_names or top in ("tomli", "tomli_w", "filelock"), (
+                    f"{own} may not import {top}"
+                )
             elif own in ("nn", "accelerators"):
                 assert top in sys.stdlib_module_names or top in ("torch", "triton"), f"{own} may not import {top}"
         elif (other := room(rest)) is not None and other != own and (own, other) not in UPWARDS:

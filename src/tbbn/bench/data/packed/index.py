@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tbbn.bench.data.packed.shards import Shard
+from tbbn.bench.files import file_sha256
 from tbbn.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ SCHEMA = 1
 KIND = "tbbn packed images"
 INDEX = "index.json"
 PARTS = ("train", "test")
-_AT_ONCE = 1 << 24  # bytes hashed between two reports
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,19 +179,6 @@ def check_packed(folder: Path, on_progress: Callable[[int, int], None] | None = 
         n_done += shard.images * row
         heard(shard.images * row)
     return Checked(len(shards), n_all, tuple(problems))
-
-
-def file_sha256(file: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """The SHA-256 of a file."""
-    digest = hashlib.sha256()
-    n_done = 0
-    with file.open("rb") as stream:
-        while content := stream.read(_AT_ONCE):
-            digest.update(content)
-            n_done += len(content)
-            if on_bytes is not None:
-                on_bytes(n_done)
-    return digest.hexdigest()
 
 
 def _wrong_size(file: Path, n_bytes: int) -> str | None:

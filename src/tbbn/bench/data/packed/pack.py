@@ -7,13 +7,11 @@ is made of the receipts and written last.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +27,19 @@ from tbbn.bench.data.packed.index import (
     open_packed,
     read_index,
 )
-from tbbn.bench.data.packed.shards import Job, Shard, write_whole
+from tbbn.bench.data.packed.shards import Job, Shard
 from tbbn.bench.data.packed.workers import Workers
 from tbbn.bench.data.sources.folders import chosen_classes, list_folder
 from tbbn.bench.data.sources.images import UNREADABLE, Listing, Progress
+from tbbn.bench.files import LOCK, is_leftover, locked, write_atomic
 from tbbn.errors import UserError, printable, unknown_name
 
 SIZE = 256
 CHANNELS = 3
 SHARD_BYTES = (1 << 22, 1 << 28)  # least and most
 _SHARDS = 256  # at most, where that is possible: one process writes a shard, and there should be some for each
-_LOCK, _PLAN = ".lock", "plan.json"
-_OURS = re.compile(r"(index|plan)\.json|\.lock|(train|test)-\d{5}\.(u8|json)|\.(train|test|index|plan)[-.].*\.\d+")
+_PLAN = "plan.json"
+_OURS = re.compile(r"(index|plan)\.json|\.lock|(train|test)-\d{5}\.(u8|json)")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,8 @@ def pack(
             raise UserError(f"pack: {option} must be at least 1, got {value}")
     chosen = None if classes is None else chosen_classes(classes)
     names, _, listings = list_folder("pack", source, chosen, _test_names(source))
-    with _locked(dest), Workers(workers) as pool:
+    _check_folder(dest)
+    with locked(dest), Workers(workers) as pool:
         plan = _stored(source, dest, listings, size, shard_bytes, pool)
         (channels, height, width), square, each = plan["shape"], plan["square"], plan["each"]
         shape = (channels, height, width)
@@ -86,7 +86,9 @@ def pack(
             for part, listing in zip(PARTS, listings, strict=True)
         }
         todo = _left(dest, [job for own in jobs.values() for job in own], overwrite)
-        write_whole(dest / _PLAN, json.dumps(plan))  # not before: what is refused leaves the other set's as it is
+        write_atomic(
+            dest / _PLAN, json.dumps(plan).encode()
+        )  # not before: what is refused leaves the other set's as it is
         _check_room(dest, todo)
         n_all, n_todo = sum(len(listing.files) for listing in listings), sum(len(job.images) for job in todo)
         pool.write(todo, None if on_progress is None else lambda done: on_progress(n_all - n_todo + done, n_all))
@@ -191,7 +193,7 @@ def _left(dest: Path, jobs: Sequence[Job], overwrite: bool) -> list[Job]:
         )
     (dest / INDEX).unlink(missing_ok=True)
     for entry in dest.iterdir():
-        if entry.name not in (_LOCK, _PLAN, *wanted) and entry.with_suffix(".u8").name not in wanted:
+        if entry.name not in (LOCK, _PLAN, *wanted) and entry.with_suffix(".u8").name not in wanted:
             entry.unlink()
     return [job for job in jobs if not job.is_done()]
 
@@ -231,7 +233,7 @@ def _finish(
             raise UserError(f"pack: class {printable(missing[0])!r} has no readable image in {part}; leave it out")
     index = {"kind": KIND, "schema": SCHEMA, "shape": list(shape), "classes": list(names)}
     index["shards"] = {part: [asdict(shard) for shard in own] for part, own in shards.items()}
-    write_whole(dest / INDEX, json.dumps({**index, "sha256": index_digest(index)}, indent=1))
+    write_atomic(dest / INDEX, json.dumps({**index, "sha256": index_digest(index)}, indent=1).encode())
     for job in (job for own in jobs.values() for job in own):
         job.receipt.unlink(missing_ok=True)
 
@@ -249,20 +251,10 @@ def _check_room(dest: Path, todo: Sequence[Job]) -> None:
         )
 
 
-@contextlib.contextmanager
-def _locked(dest: Path) -> Iterator[None]:
-    """Hold the folder, made if it is not there; one that holds anything else is left alone. The lock dies with its process."""
+def _check_folder(dest: Path) -> None:
+    """Refuse a folder that holds anything but a packed set."""
     if dest.exists() and not dest.is_dir():
         raise UserError(f"{dest}: is a file; give a folder to pack into")
-    strange = [entry.name for entry in dest.iterdir() if not _OURS.fullmatch(entry.name)] if dest.is_dir() else []
-    if strange:
-        raise UserError(f"{dest}: holds {printable(strange[0])!r}, no part of a packed set; give an empty folder")
-    dest.mkdir(parents=True, exist_ok=True)
-    with open(dest / _LOCK, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                f"{dest}: another process is packing into it; wait for it, or give another folder"
-            ) from None
-        yield
+    for entry in dest.iterdir() if dest.is_dir() else ():
+        if not _OURS.fullmatch(entry.name) and not is_leftover(entry):
+            raise UserError(f"{dest}: holds {printable(entry.name)!r}, no part of a packed set; give an empty folder")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
 from tbbn.bench.data.sources.decoding import Unreadable, open_image, pil_silenced
+from tbbn.bench.files import atomic_writer, write_atomic
 from tbbn.errors import UserError
 
 
@@ -74,12 +74,11 @@ class _Stopped(Exception):
 
 def write_shard(job: Job, tell: Callable[[int], None], stopped: Callable[[], bool]) -> None:
     """Decode the images of a job into its file, then write its receipt; `tell` hears of each image."""
-    partial = job.file.with_name(f".{job.file.name}.{os.getpid()}")
     digest = hashlib.sha256()
     labels: list[int] = []
     unreadable: list[list[str]] = []
     try:
-        with pil_silenced(), partial.open("wb") as out:
+        with pil_silenced(), atomic_writer(job.file) as out:
             for file, label in zip(job.images, job.labels, strict=True):
                 if stopped():
                     raise _Stopped
@@ -91,19 +90,14 @@ def write_shard(job: Job, tell: Callable[[int], None], stopped: Callable[[], boo
                 except Unreadable as error:
                     unreadable.append([str(file.relative_to(job.source)), str(error).removeprefix(f"{file}: ")])
                 tell(1)
-            out.flush()
-            os.fsync(out.fileno())
-        # A receipt of what lay there before must not vouch for this.
-        job.receipt.unlink(missing_ok=True)
-        partial.replace(job.file)
+            # A receipt of what lay there before must not vouch for this.
+            job.receipt.unlink(missing_ok=True)
         shard = Shard(job.file.name, len(labels), digest.hexdigest(), job.digest, run_lengths(labels), unreadable)
-        write_whole(job.receipt, json.dumps(asdict(shard)))
+        write_atomic(job.receipt, json.dumps(asdict(shard)).encode())
     except OSError as error:
         raise UserError(
             f"{job.file}: cannot be written ({error.strerror}); the same command goes on from here"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _pixels(file: Path, job: Job) -> bytes:
@@ -113,13 +107,3 @@ def _pixels(file: Path, job: Job) -> bytes:
     if image.size != (width, height):
         raise UserError(f"{file}: has changed while it was being packed; run the same command again")
     return b"".join(band.tobytes() for band in image.split())
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file beside its place, flush and rename it."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    with partial.open("w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    partial.replace(file)

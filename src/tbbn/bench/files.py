@@ -1,0 +1,119 @@
+"""Files that survive a crash: atomic writes, a lock on a folder, checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from tbbn.errors import UserError
+
+LOCK = ".lock"
+_LEFTOVER = re.compile(r"\..+\.\d+\.[0-9a-f]{8}")
+_CHUNK = 1 << 24  # bytes hashed between two progress reports
+
+
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """Write a temporary file beside `path`, flush it to disk, then rename it to `path`.
+
+    A reader sees the old file or the new one, never a part. An exception in the block leaves the old file.
+    """
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        # A failed write or flush does not say which file; a failed open names the temporary one.
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace the file's content; see `atomic_writer`."""
+    with atomic_writer(path) as file:
+        file.write(content)
+
+
+def temporary_path(path: Path) -> Path:
+    """A new name beside `path` that `remove_leftovers` recognises."""
+    # The tempfile module would make files that only their owner may read.
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether the name is that of a temporary file of `atomic_writer`."""
+    return _LEFTOVER.fullmatch(path.name) is not None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files of killed processes. Nobody else may be writing there: call it with the folder locked."""
+    for path in folder.glob(".*"):
+        if is_leftover(path):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process; another process that asks for it gets a `UserError` at once.
+
+    The lock ends with its process, even if that is killed. The folder is created if needed, and removed again if it
+    is still empty at the end.
+    """
+    from filelock import FileLock, Timeout
+
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        _remove_empty(created)
+        raise
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{folder}: another process is working on it; wait for it, or choose another folder") from None
+    try:
+        remove_leftovers(folder)
+        try:
+            yield
+        finally:
+            if created and is_blank(folder):
+                (folder / LOCK).unlink()
+                _remove_empty(created)
+    finally:
+        lock.release()
+
+
+def is_blank(folder: Path) -> bool:
+    """Whether a folder holds nothing but its lock."""
+    return {path.name for path in folder.iterdir()} <= {LOCK}
+
+
+def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
+    """The SHA-256 of a file; `on_bytes` is called with the number of bytes read so far."""
+    digest, n_read = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while content := file.read(_CHUNK):
+            digest.update(content)
+            n_read += len(content)
+            if on_bytes is not None:
+                on_bytes(n_read)
+    return digest.hexdigest()
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders, innermost first, as far as they are empty."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()

@@ -1,0 +1,144 @@
+"""Files that survive a crash: what is left after a failure or a kill, and who gets a locked folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tbbn.bench import files
+from tbbn.bench.files import atomic_writer, file_sha256, is_blank, locked, remove_leftovers, write_atomic
+from tbbn.errors import UserError
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a", b"old")
+    write_atomic(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new" and names(tmp_path) == {"a"}
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file_and_is_named_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    write_atomic(tmp_path / "a", b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, function, full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a'"):
+        write_atomic(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"old" and names(tmp_path) == {"a"}
+
+
+def test_an_exception_in_the_block_leaves_the_old_file(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a", b"old")
+
+    def interrupted() -> None:
+        with atomic_writer(tmp_path / "a") as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with pytest.raises(FileNotFoundError, match="other"), atomic_writer(tmp_path / "a"):
+        (tmp_path / "other").read_bytes()  # another file's error keeps its name
+    assert (tmp_path / "a").read_bytes() == b"old" and names(tmp_path) == {"a"}
+
+
+def test_a_missing_folder_is_named_by_the_file_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as error:
+        write_atomic(tmp_path / "no" / "a", b"")
+    assert error.value.filename == str(tmp_path / "no" / "a")
+
+
+def test_everybody_may_read_who_may_by_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_atomic(tmp_path / "a", b"content")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o644
+
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from tbbn.bench.files import atomic_writer, locked
+with locked(Path(sys.argv[1])), atomic_writer(Path(sys.argv[1]) / "a") as file:
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lock_refuses_at_once_and_dies_with_its_process(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with subprocess.Popen([sys.executable, "-c", HOLDING, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            with pytest.raises(UserError, match=r"run: another process is working on it; wait for it"), locked(folder):
+                raise AssertionError("entered")
+            leftovers = names(folder) - {".lock"}
+            assert len(leftovers) == 1  # the refused process has not touched the other's file
+        finally:
+            holder.kill()
+    assert names(folder) == {".lock", *leftovers}
+    with locked(folder):
+        assert is_blank(folder)  # the killed process's file is gone
+
+
+def test_a_folder_is_held_within_one_process_too(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(UserError, match="another process is working on it"), locked(tmp_path):
+        raise AssertionError("entered")
+    with locked(tmp_path):
+        pass
+
+
+def test_only_temporary_files_are_swept_up(tmp_path: Path) -> None:
+    kept = {".lock", "a.123.0a1b2c3d", ".a.123", ".a.b.0a1b2c3d", ".hidden"}
+    left = {files.temporary_path(tmp_path / name).name for name in ("a", "b.json")}
+    for name in kept | left:
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == kept
+
+
+def test_a_folder_nothing_was_put_into_is_removed_again(tmp_path: Path) -> None:
+    with locked(tmp_path / "a" / "b"):
+        pass
+    assert not names(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with locked(tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine").is_dir()
+    with locked(tmp_path / "c"):
+        write_atomic(tmp_path / "c" / "file", b"")
+    assert names(tmp_path / "c") == {".lock", "file"}
+
+
+def test_a_file_in_the_way_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"), locked(tmp_path / "file" / "run"):
+        raise AssertionError("entered")
+    assert names(tmp_path) == {"file"}
+
+
+def test_the_checksum_of_a_file_is_that_of_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_CHUNK", 1000)
+    content = os.urandom(2500)
+    (tmp_path / "a").write_bytes(content)
+    heard: list[int] = []
+    assert file_sha256(tmp_path / "a", heard.append) == hashlib.sha256(content).hexdigest()
+    assert heard == [1000, 2000, 2500]
+    (tmp_path / "a").write_bytes(b"")
+    assert file_sha256(tmp_path / "a") == hashlib.sha256(b"").hexdigest()
