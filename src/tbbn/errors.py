@@ -17,9 +17,17 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     UserError("unknown norm 'tbn'; choose one of: bn, tbbn. Did you mean 'tbbn'?")
     """
     known = sorted(known)
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return UserError(f"unknown {kind} {name!r}; choose one of: {', '.join(known)}.{hint}")
+    return UserError(f"unknown {kind} {name!r}; choose one of: {', '.join(known)}.{did_you_mean(name, known)}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest spelling as a question with a space before it; empty if nothing is near.
+
+    >>> did_you_mean("tbn", ["bn", "tbbn"])
+    " Did you mean 'tbbn'?"
+    """
+    near = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def printable(text: str) -> str:

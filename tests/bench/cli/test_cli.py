@@ -212,7 +212,7 @@ def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: py
         ("run --train.epochs", r"--train\.epochs needs a value\."),
         ("run --train.epochs x", r"command line: train\.epochs must be a whole number \(default 20\), got 'x'\."),
         ("run --train.lr nan", r"train\.lr must be positive, got nan\."),
-        ("run --protocol papr", r"unknown protocol 'papr'; .*Did you mean 'paper'\?"),
+        ("run --protocol papr", r"protocol must be clean or paper, got 'papr'\. Did you mean 'paper'\?"),
         ("run --norm tbn", r"unknown norm 'tbn'; .*Did you mean 'tbbn'\?"),
         ("run --norm bn,gn(groups=7)", r"gn: groups=7 does not divide 32 channels"),
         ("run --norm gn(groups", r"norm must look like name or name\(option=value\)"),
@@ -543,7 +543,7 @@ def test_help_of_run_names_every_setting_with_its_default(capsys: Capture) -> No
         main(["run", "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for key in config.names():
+    for key in config.SETTINGS:
         if key not in ("data.name", "norm.name", "method.name"):
             assert f"  --{key}" in text
     assert "--train.epochs 20 " in text and "a single pass over each task" in text

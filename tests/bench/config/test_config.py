@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -98,14 +98,13 @@ def test_every_quirk_can_run() -> None:
 
 
 def test_every_default_of_data_protocol_and_method_names_a_setting() -> None:
-    known = cfg.names()
     tables = [*protocols.DATA.values(), protocols.PAPER, *protocols.PAPER_DATA.values()]
     tables += [*protocols.PAPER_METHOD.values(), *(quirk.values for quirk in protocols.QUIRKS.values())]
     for table in tables:
         for key, value in table.items():
-            assert key in known or key.startswith(("norm.", "method.")), key
-            if key in known:
-                resolve(("table", {key: value}))  # of the right type
+            assert key in cfg.SETTINGS or key.startswith(("norm.", "method.")), key
+            if key in cfg.SETTINGS:
+                resolve(("table", {key: value}))  # of the right type and within its limits
 
 
 def test_a_later_layer_is_over_an_earlier_one() -> None:
@@ -163,27 +162,31 @@ def test_options_of_a_norm_and_a_method_in_a_file(tmp_path: Path) -> None:
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 numbers = st.floats(allow_nan=False)
-KINDS: dict[Any, st.SearchStrategy[Any]] = {
-    str: text,
-    int: st.integers(-(2**40), 2**40),
-    float: numbers,
-    bool: st.booleans(),
-    tuple[float, ...]: st.lists(numbers, max_size=4).map(tuple),
-}
 option = st.one_of(st.booleans(), st.integers(-9, 9), numbers, text, st.lists(st.integers(-9, 9), max_size=3))
+
+
+def values_of(setting: cfg.Setting) -> st.SearchStrategy[Any]:
+    """Any value the setting accepts."""
+    if setting.choices:
+        one: st.SearchStrategy[Any] = st.sampled_from(setting.choices)
+    elif setting.kind is bool:
+        one = st.booleans()
+    elif setting.kind is int:
+        least = -(2**40) if setting.least is None else int(setting.least)
+        one = st.integers(least, 2**40 if setting.most is None else int(setting.most))
+    elif setting.kind in (float, tuple[float, ...]):
+        low, high = setting.above if setting.least is None else setting.least, setting.below
+        high = setting.most if high is None else high
+        one = st.floats(low, high, exclude_min=setting.least is None, exclude_max=setting.below is not None)
+    else:
+        one = text
+    return st.lists(one, max_size=4, unique=True).map(tuple) if isinstance(setting.default, tuple) else one
 
 
 @st.composite
 def layers(draw: st.DrawFn) -> dict[str, Any]:
-    """Any values of the right types for any of the settings, and options of norm and method."""
-    found: dict[str, Any] = {"protocol": draw(st.sampled_from(protocols.PROTOCOLS))}
-    for section, owner in cfg.SECTIONS.items():
-        hints = get_type_hints(owner)
-        for field in fields(owner):
-            if draw(st.booleans()):
-                found[f"{section}.{field.name}"] = draw(KINDS[hints[field.name]])
-    found["quirks"] = draw(st.lists(st.sampled_from(sorted(protocols.QUIRKS)), max_size=2, unique=True))
-    found |= {"seed": draw(KINDS[int]), "backbone": draw(text), "norm.name": draw(text), "method.name": draw(text)}
+    """Any values of any of the settings, and options of norm and method."""
+    found = {name: draw(values_of(setting)) for name, setting in cfg.SETTINGS.items() if draw(st.booleans())}
     for choice in cfg.CHOICES:
         options = draw(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), option, max_size=3))
         found |= {f"{choice}.{key}": value for key, value in options.items() if key != "name"}
@@ -205,12 +208,44 @@ def test_a_config_written_as_toml_is_read_back_as_it_was(layer: dict[str, Any]) 
 
 def test_every_setting_is_written_out() -> None:
     tree = tomllib.loads(to_toml(resolve()))
-    assert set(flatten(tree)) == set(cfg.names())
+    assert set(flatten(tree)) == set(cfg.SETTINGS)
 
 
-def test_every_setting_has_a_note_for_the_help() -> None:
-    assert set(cfg.names()) - set(cfg.notes()) == {"norm.name", "method.name"}
-    assert cfg.notes()["data.online"] == "a single pass over each task"
+def test_every_setting_explains_itself_and_accepts_its_default() -> None:
+    for name, setting in cfg.SETTINGS.items():
+        assert len(setting.help) > 5 and setting.name == name, name
+        assert setting.problem(setting.default) == "", name
+    assert cfg.SETTINGS["seed"].line == "seed of all random numbers"
+    assert cfg.SETTINGS["train.keep"].line.endswith(" (last, best)")
+
+
+def test_the_choices_are_those_of_the_code_that_reads_them() -> None:
+    from tbbn.bench.data import batches, device, loading, memory
+
+    choices = {name: set(setting.choices) for name, setting in cfg.SETTINGS.items()}
+    assert choices["batch.length"] == set(batches.LENGTHS) and choices["batch.last"] == set(batches.LASTS)
+    assert choices["memory.rounding"] == set(memory.ROUNDINGS) and choices["memory.shrink"] == set(memory.SHRINKS)
+    assert choices["memory.selection"] == set(memory.SELECTIONS)
+    assert choices["data.stream"] == set(device.STREAMING) and choices["data.unreadable"] == set(loading.UNREADABLE)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "good", "bad", "problem"),
+    [
+        ({"above": 0}, 1e-300, 0.0, "must be positive"),
+        ({"above": 2}, 2.1, 2, "must be above 2"),
+        ({"least": 1}, 1, 0, "must be at least 1"),
+        ({"most": 4}, 4, 5, "must be at most 4"),
+        ({"below": 1}, 0.99, 1.0, "must be below 1"),
+        ({"least": 0}, 0.0, float("nan"), "must be at least 0"),
+        ({"least": 0, "most": 1}, (0.0, 1.0), (0.5, 80.0), "entries must be at most 1"),
+        ({"choices": ("a", "b")}, "b", "c", "must be a or b"),
+        ({"choices": ("a", "b")}, (), ("a", "c"), "entries must be a or b"),
+    ],
+)
+def test_a_setting_says_what_is_wrong_with_a_value(accepted: dict[str, Any], good: Any, bad: Any, problem: str) -> None:
+    setting = cfg.Setting("x", type(good), good, "a setting of this test", **accepted)
+    assert setting.problem(good) == "" and setting.problem(bad) == problem
 
 
 # The command line's values.
@@ -247,7 +282,13 @@ def test_a_value_is_read_by_the_type_of_its_setting(key: str, written: str, valu
         ({"sed": 1}, r"^here: unknown setting 'sed'; choose one of: .*\. Did you mean 'seed'\?$"),
         ({"train.epoch": 1}, r"^here: \[train\] has no option 'epoch'; .*Did you mean 'epochs'\?$"),
         ({"train": 1}, r"^here: train is a section, not a setting; write \[train\] and its settings below\.$"),
-        ({"norm": "bn"}, r"^here: unknown setting 'norm'"),
+        ({"norm": 3}, r"^here: norm\.name must be a name \(default 'bn'\), got 3\.$"),
+        ({"train": {"epochs": {"x": 1}}}, r"^here: \[train\] has no option 'epochs\.x'; .*Did you mean 'epochs'\?$"),
+        ({3: 1}, r"^here: unknown setting '3'"),
+        ({"train.lr": 10**400}, r"^here: train\.lr must be a number \(default 0\.1\), got 1000*\.\.\.\.$"),
+        ({"x" * 10**7: 1}, r"^here: unknown setting 'x{199}\.\.\.\.$"),
+        ({"train.keep": "x" * 10**7}, r"^here: train\.keep must be last or best, got 'x{199}\.\.\.\.$"),
+        ({"train.lr": -1}, r"^here: train\.lr must be positive, got -1\.0\.$"),
         ({"train.epochs": "3"}, r"^here: train\.epochs must be a whole number \(default 20\), got '3'\.$"),
         ({"train.epochs": 3.0}, r"^here: train\.epochs must be a whole number .*got 3\.0\.$"),
         ({"train.epochs": True}, r"^here: train\.epochs must be a whole number .*got True\.$"),
@@ -257,20 +298,50 @@ def test_a_value_is_read_by_the_type_of_its_setting(key: str, written: str, valu
         ({"data.name": 3}, r"^here: data\.name must be text \(default 'digits'\), got 3\.$"),
         (
             {"train.milestones": 0.5},
-            r"^here: train\.milestones must be a list \(default \[0\.5, 0\.75\]\), got 0\.5\.$",
+            r"^here: train\.milestones must be a list of numbers \(default \[0\.5, 0\.75\]\), got 0\.5\.$",
         ),
         ({"train.milestones": ["a"]}, r"^here: train\.milestones must be a list"),
         ({"quirks": "no-affine"}, r"^here: quirks must be a list"),
-        ({"norm.name": 3}, r"^here: norm\.name must be a name, got 3\.$"),
+        ({"norm.name": 3}, r"^here: norm\.name must be a name \(default 'bn'\), got 3\.$"),
         ({"method.name": ["ft"]}, r"^here: method\.name must be a name"),
-        ({"protocol": "papr"}, r"^unknown protocol 'papr'; choose one of: clean, paper\. Did you mean 'paper'\?$"),
-        ({"quirks": ["noaffine"]}, r"^unknown quirk 'noaffine'; choose one of: .*\. Did you mean 'no-affine'\?$"),
+        ({"protocol": "papr"}, r"^here: protocol must be clean or paper, got 'papr'\. Did you mean 'paper'\?$"),
+        (
+            {"quirks": ["noaffine"]},
+            r"^here: quirks entries must be .* or .*, got \['noaffine'\]\. Did you mean 'no-affine'\?$",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_line_with_the_nearest_right_name(layer: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line) as caught:
         resolve(("here", layer))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shown"),
+    [("ft", "'ft'"), (("here", "ft"), r"\('here', 'ft'\)"), ((1, {}, 2), r"\(1, \{\}, 2\)"), (None, "None")],
+)
+def test_a_layer_that_is_no_mapping_is_one_line(layer: Any, shown: str) -> None:
+    with pytest.raises(UserError, match=rf"^resolve takes mappings such as .*, or pairs .*, got {shown}\.$"):
+        resolve(layer)
+
+
+def test_the_natural_calls_of_resolve_mean_the_same() -> None:
+    want = resolve(("here", {"method.name": "eeil", "norm.name": "gn", "norm.groups": 8, "train.epochs": 3}))
+    assert resolve({"method.name": "eeil", "norm.name": "gn", "norm.groups": 8, "train.epochs": 3}) == want
+    assert resolve({"method": "eeil", "norm": {"name": "gn", "groups": 8}, "train": {"epochs": 3}}) == want
+    assert resolve({"train.epochs": 2}, method="eeil", norm={"name": "gn", "groups": 8}, train={"epochs": 3}) == want
+    with pytest.raises(UserError, match=r"^settings: train\.epochs must be a whole number"):
+        resolve({"train.epochs": "3"})
+
+
+def test_a_config_changed_by_hand_is_checked_by_the_same_limits() -> None:
+    config = resolve()
+    cfg.check_settings(config)
+    with pytest.raises(UserError, match=r"^train\.lr must be positive, got -1\.0\.$"):
+        cfg.check_settings(replace(config, train=replace(config.train, lr=-1.0)))
+    with pytest.raises(UserError, match=r"^precision must be fp32, tf32 or bf16, got 'fp64'\. Did you mean"):
+        cfg.check_settings(replace(config, precision="fp64"))
 
 
 def test_a_whole_number_will_do_for_a_number() -> None:
@@ -305,38 +376,41 @@ def test_a_config_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ({"method.name": "eeil", "method.kdd": 1}, r"unknown option of method 'eeil': 'kdd'; .*Did you mean 'kd'\?"),
         ({"method.kd": 1}, r"'ft' takes no options, got 'kd'"),
         ({"batch.augment": "shft"}, r"unknown augmentation 'shft'; .*Did you mean 'shift'\?"),
-        ({"batch.length": "long"}, r"unknown epoch length 'long'; .*Did you mean 'longer'\?"),
-        ({"batch.last": "keep"}, r"unknown last batch 'keep'"),
-        ({"batch.forward": "seperate"}, r"unknown forward 'seperate'; .*Did you mean 'separate'\?"),
-        ({"batch.current_from": "memory"}, r"unknown source of current rows 'memory'"),
-        ({"data.test": "al"}, r"unknown test set 'al'; .*Did you mean 'all'\?"),
-        ({"train.schedule": "cosin"}, r"unknown schedule 'cosin'; .*Did you mean 'cosine'\?"),
-        ({"train.keep": "first"}, r"unknown epoch to keep 'first'"),
-        ({"precision": "fp64"}, r"unknown precision 'fp64'"),
-        ({"memory.rounding": "up"}, r"unknown rounding 'up'"),
-        ({"memory.selection": "herd"}, r"unknown selection 'herd'; .*Did you mean 'herding'\?"),
-        ({"memory.budget": -1}, r"memory: budget must not be negative, got -1"),
+        ({"batch.length": "long"}, r"batch\.length must be .* or .*, got 'long'\. Did you mean 'longer'\?"),
+        ({"batch.last": "keep"}, r"batch\.last must be short or drop, got 'keep'"),
+        (
+            {"batch.forward": "seperate"},
+            r"batch\.forward must be joint or separate, got 'seperate'\. Did you mean 'separate'\?",
+        ),
+        ({"batch.current_from": "memory"}, r"batch\.current_from must be task or union, got 'memory'"),
+        ({"data.test": "al"}, r"data\.test must be all or whole-batches, got 'al'\. Did you mean 'all'\?"),
+        ({"train.schedule": "cosin"}, r"train\.schedule must be .* or .*, got 'cosin'\. Did you mean 'cosine'\?"),
+        ({"train.keep": "first"}, r"train\.keep must be last or best, got 'first'"),
+        ({"precision": "fp64"}, r"precision must be fp32, tf32 or bf16, got 'fp64'"),
+        ({"memory.rounding": "up"}, r"memory\.rounding must be floor or ceil, got 'up'"),
+        ({"memory.selection": "herd"}, r"memory\.selection must be .* or .*, got 'herd'\. Did you mean 'herding'\?"),
+        ({"memory.budget": -1}, r"memory\.budget must be at least 0, got -1"),
         ({"batch.ratio": "3/1"}, r"batch\.ratio must be two whole numbers such as '3:1', got '3/1'"),
         ({"batch.ratio": "3:0"}, r"both parts of the ratio must be at least 1, got 3:0"),
         ({"train.epochs": 0}, r"train\.epochs must be at least 1, got 0"),
         ({"data.tasks": 0}, r"data\.tasks must be at least 1, got 0"),
-        ({"batch.size": 1}, r"batch(\.|es: batch_)size .*at least 2"),
+        ({"batch.size": 1}, r"batch\.size must be at least 2, got 1"),
         ({"batch.evaluation": 0}, r"batch\.evaluation must be at least 1"),
         ({"seed": -1}, r"seed must be at least 0, got -1"),
         ({"threads": -1}, r"threads must be at least 0"),
         ({"train.momentum": -0.5}, r"train\.momentum must be at least 0, got -0\.5"),
-        ({"train.weight_decay": float("inf")}, r"train\.weight_decay must be at least 0, got inf"),
+        ({"train.weight_decay": float("inf")}, r"train\.weight_decay must be at most 3\.4e\+38, got inf"),
         ({"train.lr": 0.0}, r"train\.lr must be positive, got 0\.0"),
         ({"train.lr": float("nan")}, r"train\.lr must be positive, got nan"),
         ({"train.gamma": -1.0}, r"train\.gamma must be positive"),
-        ({"train.milestones": [80.0, 120.0]}, r"train\.milestones must be shares of the epochs, from 0 to 1, got \[80"),
+        ({"train.milestones": [80.0, 120.0]}, r"train\.milestones entries must be at most 1, got \[80"),
         ({"train.nesterov": True, "train.momentum": 0.0}, r"train\.nesterov needs a momentum"),
         ({"train.keep": "best"}, r"train\.keep = 'best' needs a validation split"),
         ({"data.online": True, "train.epochs": 2}, r"data\.online passes over each task once; .*got 2"),
         ({"data.online": True, "memory.selection": "random"}, r"data\.online needs memory\.selection = 'reservoir'"),
         ({"data.online": True, "batch.current_from": "union"}, r"data\.online needs batch\.current_from = 'task'"),
-        ({"batch.memory_from": "old"}, r"unknown source of memory rows 'old'"),
-        ({"save.tasks": "some"}, r"unknown tasks to save 'some'"),
+        ({"batch.memory_from": "old"}, r"batch\.memory_from must be all or past, got 'old'"),
+        ({"save.tasks": "some"}, r"save\.tasks must be small, all or none, got 'some'"),
         (
             {"device": "gpu"},
             r"unknown device 'gpu'; use 'cuda' for a GPU, 'cpu' or 'auto'\.",

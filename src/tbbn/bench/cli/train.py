@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,14 @@ _SWEEP_EXAMPLE = "tbbn sweep --data cifar100 --protocol paper --method ft,lucir 
 
 
 def _settings_help() -> str:
-    """Every setting with its default and what the config says about it."""
-    notes = cfg.notes()
-    shown = {key: f"  --{key} {_shown(value)}".rstrip() for key, value in cfg.names().items() if key not in _AXES}
-    width = max(map(len, shown.values()))
-    lines = [f"{text.ljust(width)}  {notes.get(key, '')}".rstrip() for key, text in shown.items()]
+    """Every setting with its default and its help."""
+    settings = [s for s in cfg.SETTINGS.values() if s.name not in _AXES]
+    shown = [f"  --{s.name} {_shown(s.default)}".rstrip() for s in settings]
+    width = max(map(len, shown))
+    lines = []
+    for text, s in zip(shown, settings, strict=True):
+        first, *rest = textwrap.wrap(s.line, 120 - width, break_on_hyphens=False)
+        lines += [f"{text.ljust(width)}  {first}", *(" " * (width + 2) + line for line in rest)]
     head = "every setting, with its default (data sets and the protocol have their own: see --dry-run), and the options of\n"
     return head + "norms and methods as --norm.groups 8, --method.kd 2:\n" + "\n".join(lines)
 
@@ -85,7 +89,6 @@ def check_commas(words: list[str]) -> None:
 
 def take_settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """``--train.epochs 2`` or ``--train.epochs=2`` for any setting or option of a norm or method; and the other words."""
-    known = cfg.names()
     found: dict[str, Any] = {}
     others, rest = [], list(words)
     while rest:
@@ -94,15 +97,15 @@ def take_settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
         if not word.startswith("--") or key in RUN_OPTIONS:
             others.append(word)
             continue
-        if key not in known and not key.startswith(("norm.", "method.")):
-            near = difflib.get_close_matches(key, [*known, *RUN_OPTIONS], n=1, cutoff=0.5)
+        if key not in cfg.SETTINGS and not key.startswith(("norm.", "method.")):
+            near = difflib.get_close_matches(key, [*cfg.SETTINGS, *RUN_OPTIONS], n=1, cutoff=0.5)
             raise UserError(
                 f"no setting --{key}." + (f" Did you mean --{near[0]}?" if near else " See tbbn run --help.")
             )
         if not separator:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
-            elif isinstance(known.get(key), bool):
+            elif key in cfg.SETTINGS and cfg.SETTINGS[key].kind is bool:
                 value = "true"
             else:
                 raise UserError(f"--{key} needs a value.")

@@ -5,19 +5,19 @@ file, the command line. Each layer maps dotted names (``train.epochs``) to value
 """
 
 from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, Values
-from tbbn.bench.config.resolve import flatten, parse_value, resolve
+from tbbn.bench.config.resolve import check_settings, flatten, parse_value, resolve
 from tbbn.bench.config.settings import (
     CHOICES,
     SECTIONS,
+    SETTINGS,
     BatchConfig,
     Choice,
     DataConfig,
     MemoryConfig,
     RunConfig,
     SaveConfig,
+    Setting,
     TrainConfig,
-    names,
-    notes,
 )
 from tbbn.bench.config.toml import read_toml, to_dict, to_toml
 
@@ -26,17 +26,18 @@ __all__ = [
     "PROTOCOLS",
     "QUIRKS",
     "SECTIONS",
+    "SETTINGS",
     "BatchConfig",
     "Choice",
     "DataConfig",
     "MemoryConfig",
     "RunConfig",
     "SaveConfig",
+    "Setting",
     "TrainConfig",
     "Values",
+    "check_settings",
     "flatten",
-    "names",
-    "notes",
     "parse_value",
     "read_toml",
     "resolve",

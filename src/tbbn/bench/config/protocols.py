@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tbbn.errors import unknown_name
-
 Values = Mapping[str, Any]
 
 # What suits a data set, whatever the protocol.
@@ -173,8 +171,6 @@ QUIRKS: dict[str, Quirk] = {
 @functools.cache
 def implied(protocol: str, data: str, norm: str, method: str, quirks: tuple[str, ...], online: bool) -> Values:
     """What these settings bring along: what suits the data set, and what protocol, quirks and a single pass ask for."""
-    if protocol not in PROTOCOLS:
-        raise unknown_name("protocol", protocol, PROTOCOLS)
     below: list[Values] = [DATA.get(data.split(":")[0], {})]
     if protocol == "paper":
         below += [
@@ -184,8 +180,6 @@ def implied(protocol: str, data: str, norm: str, method: str, quirks: tuple[str,
             PAPER_METHOD.get(f"{method}/{data}", {}),
         ]
     for quirk in quirks:
-        if quirk not in QUIRKS:
-            raise unknown_name("quirk", quirk, QUIRKS)
         if QUIRKS[quirk].applies(norm, method):
             below.append(QUIRKS[quirk].values)
     if online:

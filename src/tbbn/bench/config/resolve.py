@@ -1,24 +1,32 @@
-"""Layers of settings to a config: names are checked, values get their types, the data set's and the protocol's own lie below."""
+"""From layers of settings to a config: check names, types and limits, and add what the data set and the protocol imply."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import Any, get_type_hints
+from collections.abc import Mapping
+from typing import Any
 
 from tbbn.bench.config.protocols import Values, implied
-from tbbn.bench.config.settings import CHOICES, SECTIONS, Choice, RunConfig, names
-from tbbn.errors import UserError, unknown_name
+from tbbn.bench.config.settings import CHOICES, SECTIONS, SETTINGS, Choice, RunConfig, Setting
+from tbbn.errors import UserError, did_you_mean
+
+Layer = tuple[str, Values]
+_LONGEST = 200  # characters of a name or a value that an error repeats
 
 
-def resolve(*layers: tuple[str, Values]) -> RunConfig:
-    """The config of these layers, each given with the name of where it comes from, for error messages."""
+def resolve(*layers: Layer | Values, **settings: Any) -> RunConfig:
+    """The config of these layers; a later one overrides an earlier one, keywords come last.
+
+    A layer is a mapping of settings, or a pair ``("where", mapping)`` whose name stands in errors. Names are dotted
+    (``{"train.epochs": 2}``) or nested (``{"train": {"epochs": 2}}``).
+
+    >>> resolve({"method": "eeil", "train.epochs": 2}, seed=1).label
+    'eeil + bn'
+    """
     values: dict[str, Any] = {}
-    for where, layer in layers:
-        for key, value in layer.items():
-            _check_name(key, where)
-            values[key] = _typed(key, value, where)
+    for layer in (*layers, settings):
+        where, tree = _named(layer)
+        for key, value in flatten(tree).items():
+            values[_checked_name(key, where)] = _checked_value(key, value, where)
     below = implied(
         values.get("protocol", "clean"),
         values.get("data.name", "digits"),
@@ -30,8 +38,18 @@ def resolve(*layers: tuple[str, Values]) -> RunConfig:
     return _build({**below, **values})
 
 
+def _named(layer: Layer | Values) -> Layer:
+    if isinstance(layer, Mapping):
+        return "settings", layer
+    if isinstance(layer, tuple) and len(layer) == 2 and isinstance(layer[0], str) and isinstance(layer[1], Mapping):
+        return layer
+    raise UserError(
+        f"resolve takes mappings such as {{'train.epochs': 2}}, or pairs ('where', mapping), got {_shown(layer)}."
+    )
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A TOML document as dotted names; ``norm = "gn"`` is short for ``norm.name = "gn"``, and so for method and data.
+    """Nested settings as dotted names; ``norm = "gn"`` is short for ``norm.name = "gn"``, as with method and data.
 
     >>> flatten({"norm": "gn", "train": {"epochs": 2}})
     {'norm.name': 'gn', 'train.epochs': 2}
@@ -43,108 +61,145 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif not prefix and key in (*CHOICES, "data"):
             flat[f"{key}.name"] = value
         else:
-            flat[prefix + key] = value
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
 def parse_value(key: str, text: str) -> Any:
-    """A setting's value from the command line, by the type of the setting; an option of a norm or a method by its looks."""
-    default = names().get(key)
-    if isinstance(default, tuple):
-        parts = [p.strip() for p in text.split(",") if p.strip()]
-        return tuple(float(p) if key == "train.milestones" and _is_number(p) else p for p in parts)
-    if isinstance(default, str):
+    """A setting's value from the command line, by the setting's type; the type of an option is guessed."""
+    kind = SETTINGS[key].kind if key in SETTINGS else None
+    if kind is str:
         return text
+    if kind in (tuple[str, ...], tuple[float, ...]):
+        parts = (p.strip() for p in text.split(",") if p.strip())
+        return tuple(_number(p) if kind == tuple[float, ...] else p for p in parts)
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    return _number(text)
+
+
+def _number(text: str) -> Any:
     for kind in (int, float):
-        if _is_number(text, kind):
+        try:
             return kind(text)
+        except ValueError:
+            continue
     return text
 
 
-def _is_number(text: str, kind: type[int] | type[float] = float) -> bool:
+def check_settings(config: RunConfig) -> None:
+    """Raise for the first setting outside its choices or limits, in a config that was not made by :func:`resolve`."""
+    for key, setting in SETTINGS.items():
+        section, _, name = key.partition(".")
+        value = getattr(config, section)
+        _check_limits(setting, getattr(value, name) if name else value, "")
+
+
+def _checked_name(key: str, where: str) -> str:
+    section, _, name = key.partition(".")
+    if key in SETTINGS or (section in CHOICES and name):
+        return key
+    if key in SECTIONS:
+        raise UserError(f"{where}: {key} is a section, not a setting; write [{key}] and its settings below.")
+    if len(key) > _LONGEST:
+        raise UserError(f"{where}: unknown setting {_shown(key)}.")
+    if section in SECTIONS:
+        own = [s.partition(".")[2] for s in SETTINGS if s.startswith(f"{section}.")]
+        raise UserError(
+            f"{where}: [{section}] has no option {name!r}; choose one of: {', '.join(own)}.{did_you_mean(name, own)}"
+        )
+    known = [*SECTIONS, *CHOICES] if name else [s for s in SETTINGS if "." not in s]
+    kind, wrong = ("section", section) if name else ("setting", key)
+    raise UserError(
+        f"{where}: unknown {kind} {wrong!r}; choose one of: {', '.join(known)}.{did_you_mean(wrong, known)}"
+    )
+
+
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple[float, ...]: "a list of numbers",
+    tuple[str, ...]: "a list of names",
+}
+
+
+def _checked_value(key: str, value: Any, where: str) -> Any:
+    """The value in its setting's type."""
+    if key not in SETTINGS:
+        return _checked_option(key, value, where)
+    setting = SETTINGS[key]
     try:
-        kind(text)
-    except ValueError:
-        return False
-    return True
+        typed = _typed(setting.kind, value)
+    except (TypeError, OverflowError):
+        kind = "a name" if key.split(".")[0] in CHOICES else _KINDS[setting.kind]
+        default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
+        raise UserError(f"{where}: {key} must be {kind} (default {default!r}), got {_shown(value)}.") from None
+    if isinstance(typed, str):
+        _check_text(key, typed, where)
+    _check_limits(setting, typed, f"{where}: ")
+    return typed
 
 
-def _check_name(key: str, where: str) -> None:
-    section, _, name = key.partition(".")
-    if section in CHOICES and name:
-        return
-    top = [f.name for f in fields(RunConfig)]
-    if not name:
-        if key in top and key not in SECTIONS and key not in CHOICES:
-            return
-        if key in SECTIONS:
-            raise UserError(f"{where}: {key} is a section, not a setting; write [{key}] and its settings below.")
-        raise UserError(f"{where}: {unknown_name('setting', key, top)}")
-    if section not in SECTIONS:
-        raise UserError(f"{where}: {unknown_name('section', section, [*SECTIONS, *CHOICES])}")
-    options = [f.name for f in fields(SECTIONS[section])]
-    if name not in options:
-        raise UserError(f"{where}: [{section}] has no option {name!r}; {_nearest(name, options)}")
-
-
-def _nearest(name: str, options: Iterable[str]) -> str:
-    return str(unknown_name("option", name, options)).split("; ", 1)[1]
-
-
-_hints = functools.cache(get_type_hints)  # costs more than everything else here
-
-
-def _typed(key: str, value: Any, where: str) -> Any:
-    section, _, name = key.partition(".")
-    if section in CHOICES:
-        if name == "name" and not isinstance(value, str):
-            raise UserError(f"{where}: {key} must be a name, got {value!r}.")
-        if not _is_value(value):
-            raise UserError(f"{where}: {key} must be a number, text, true, false, or a list of these, got {value!r}.")
-        _check_text(key, f"{name}{value}", where)
-        return value
-    owner = SECTIONS[section] if name else RunConfig
-    default = next(f for f in fields(owner) if f.name == (name or section)).default
-    hint = _hints(owner)[name or section]
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+def _typed(kind: Any, value: Any) -> Any:
+    """The value as this type; a whole number will do for a number, a list for a tuple, and nothing else for another type."""
+    if kind in (tuple[str, ...], tuple[float, ...]) and isinstance(value, list | tuple):
+        inner = float if kind == tuple[float, ...] else str
+        return tuple(_typed(inner, v) for v in value)
+    if kind is float and type(value) is int:
         return float(value)
-    if isinstance(default, tuple) and isinstance(value, list | tuple):
-        inner = float if hint == tuple[float, ...] else str
-        if all(isinstance(v, inner | int) and not isinstance(v, bool) for v in value):
-            return tuple(inner(v) for v in value)
-    elif hint is str and isinstance(value, str):
-        _check_text(key, value, where)
-        return value
-    elif type(value) is hint:
-        return value
-    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint, "a list")
-    shown = list(default) if isinstance(default, tuple) else default
-    raise UserError(f"{where}: {key} must be {kind} (default {shown!r}), got {value!r}.")
+    if type(value) is not kind:
+        raise TypeError
+    return value
+
+
+def _check_limits(setting: Setting, value: Any, prefix: str) -> None:
+    if problem := setting.problem(value):
+        wrong = [v for v in (value if isinstance(value, tuple) else (value,)) if v not in setting.choices]
+        hint = did_you_mean(wrong[0], setting.choices) if setting.choices and len(wrong[0]) < _LONGEST else ""
+        shown = _shown(list(value) if isinstance(value, tuple) else value)
+        raise UserError(f"{prefix}{setting.name} {problem}, got {shown}.{hint}")
+
+
+def _checked_option(key: str, value: Any, where: str) -> Any:
+    """The value of an option of a norm or a method, which must be one that JSON and TOML both hold."""
+    if not _is_value(value):
+        raise UserError(f"{where}: {key} must be a number, text, true, false, or a list of these, got {_shown(value)}.")
+    _check_text(key, f"{key}{value}", where)
+    return value
 
 
 def _is_value(value: Any) -> bool:
-    """Whether an option's value is one that JSON and TOML both hold."""
     return all(map(_is_value, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float)
 
 
 def _check_text(key: str, value: str, where: str) -> None:
-    """Refuse text that no config file could hold: Python spells bytes that are not UTF-8 by halves of signs."""
+    """Refuse text that no file can hold: Python turns bytes that are not UTF-8 into lone surrogates."""
     if any("\ud800" <= sign <= "\udfff" for sign in value):
-        raise UserError(f"{where}: {key} must be text in UTF-8, got {value!r}.")
+        raise UserError(f"{where}: {key} must be text in UTF-8, got {_shown(value)}.")
+
+
+def _shown(value: Any) -> str:
+    """The value as an error repeats it: not longer than a line or two."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _build(values: Values) -> RunConfig:
     made: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
     for section, kind in SECTIONS.items():
-        made[section] = kind(**{k.split(".", 1)[1]: v for k, v in values.items() if k.startswith(section + ".")})
+        made[section] = kind(**_inside(values, section))
     for choice in CHOICES:
-        own = {k.split(".", 1)[1]: v for k, v in values.items() if k.startswith(choice + ".")}
-        name = own.pop("name", getattr(RunConfig(), choice).name)
+        own = _inside(values, choice)
+        name = own.pop("name", SETTINGS[f"{choice}.name"].default)
         made[choice] = Choice(name, tuple(sorted((k, _hashable(v)) for k, v in own.items())))
     return RunConfig(**made)
 
 
+def _inside(values: Values, section: str) -> dict[str, Any]:
+    return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
+
+
 def _hashable(value: Any) -> Any:
-    return tuple(_hashable(v) for v in value) if isinstance(value, list | tuple) else value
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value

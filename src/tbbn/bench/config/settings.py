@@ -1,14 +1,64 @@
-"""Every setting of a run: frozen dataclasses with their defaults."""
+"""Every setting of a run: frozen dataclasses whose fields carry their help, choices and limits."""
 
-from __future__ import annotations
-
-import functools
-import inspect
-import re
-from dataclasses import dataclass, field, fields
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
-from tbbn.bench.config.protocols import implied
+from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, implied
+
+_FLOAT = 3.4e38  # weights are float32
+_MANY = 2**20  # a typing error beyond this would fill the memory or never end
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: its dotted name, type and default, a line of help, and what it accepts.
+
+    A number lies in ``least <= value <= most`` and strictly between ``above`` and ``below``. Of a list, each entry does.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    above: float | None = None
+    least: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    @property
+    def line(self) -> str:
+        """The help, and the choices where there are any."""
+        return f"{self.help} ({', '.join(self.choices)})" if self.choices else self.help
+
+    def problem(self, value: Any) -> str:
+        """What is wrong with a value of the right type, such as "must be positive"; empty if nothing is."""
+        if isinstance(value, tuple):
+            found = next(filter(None, map(self.problem, value)), "")
+            return found and f"entries {found}"
+        if self.choices and value not in self.choices:
+            return f"must be {_alternatives(self.choices)}"
+        for limit, holds, words in (
+            (self.above, operator.gt, "positive" if self.above == 0 else f"above {self.above}"),
+            (self.least, operator.ge, f"at least {self.least}"),
+            (self.most, operator.le, f"at most {self.most}"),
+            (self.below, operator.lt, f"below {self.below}"),
+        ):
+            if limit is not None and not holds(value, limit):  # NaN holds for none
+                return f"must be {words}"
+        return ""
+
+
+def _alternatives(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def setting(default: Any, help: str, **accepted: Any) -> Any:
+    """A dataclass field that explains itself; ``accepted`` are fields of :class:`Setting`."""
+    return field(default=default, metadata={"help": help, **accepted})
 
 
 @dataclass(frozen=True)
@@ -28,77 +78,125 @@ class Choice:
 
 @dataclass(frozen=True)
 class DataConfig:
-    name: str = "digits"  # tbbn list datasets
-    root: str = "data"  # where data sets lie, and where downloads go
-    download: bool = True  # whether missing data may be downloaded
-    unreadable: str = "fail"  # an image file that cannot be read is an error, or left out: "skip"
-    size: int = 0  # side of the stored images; 0: as they come
-    crop: int = 0  # side of what the network sees; 0: the stored size
-    tasks: int = 5  # in how many tasks the classes arrive
-    stop_after: int = 0  # learn the first so many tasks only; 0: all
-    base_classes: int = 0  # classes of the first task, where it is larger than the others
-    class_order: str = "seed"  # "seed", "natural", "icarl", or class numbers with commas
-    class_order_seed: int = -1  # -1: the run's seed
-    validation: float = 0.0  # share of each class's training images held out
-    online: bool = False  # a single pass over each task
-    stream: str = "auto"  # read a packed set while training, "yes" or "no"; "auto": where it does not fit in memory
-    test: str = "all"  # or "whole-batches": the last short batch of each task's test set is not evaluated
+    name: str = setting("digits", "data set; tbbn list datasets shows them all")
+    root: str = setting("data", "folder of the data sets, and where downloads go")
+    download: bool = setting(True, "download missing data")
+    unreadable: str = setting("fail", "an unreadable image file stops the run, or is skipped", choices=("fail", "skip"))
+    size: int = setting(0, "side of the stored images; 0 keeps the original size", least=0, most=4096)
+    crop: int = setting(0, "side of the network's input; 0 is the stored size", least=0, most=4096)
+    tasks: int = setting(5, "number of tasks the classes are split into", least=1, most=_MANY)
+    stop_after: int = setting(0, "train only this many tasks; 0 trains all", least=0, most=_MANY)
+    base_classes: int = setting(0, "classes of the first task; 0 makes all tasks equal", least=0, most=_MANY)
+    class_order: str = setting("seed", "order of the classes: seed, natural, icarl, or class numbers as 3,1,0,2")
+    class_order_seed: int = setting(
+        -1, "seed of the class order; -1 uses the seed of the run", least=-1, most=2**32 - 1
+    )
+    validation: float = setting(
+        0.0, "fraction of each class's training images held out for validation", least=0, below=1
+    )
+    online: bool = setting(False, "online learning: a single pass over each task")
+    stream: str = setting(
+        "auto",
+        "read a packed data set during training; auto streams what does not fit in memory",
+        choices=("auto", "yes", "no"),
+    )
+    test: str = setting(
+        "all",
+        "test images to evaluate; whole-batches drops the last short batch of each task",
+        choices=("all", "whole-batches"),
+    )
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    budget: int = 100  # exemplars in all; 0: none
-    per_class: bool = False  # whether the budget is a number for each class, not a total
-    rounding: str = "floor"  # of budget / classes: "floor" or "ceil"
-    selection: str = "herding"  # or "random", "entropy", "distance", "reservoir" (online)
-    shrink: str = "truncate"  # old classes keep the first of their order, or "reselect"
+    budget: int = setting(100, "exemplars in total; 0 disables the memory", least=0, most=2**31)
+    per_class: bool = setting(False, "the budget counts per class, not in total")
+    rounding: str = setting("floor", "rounding of budget / classes", choices=("floor", "ceil"))
+    selection: str = setting(
+        "herding",
+        "how exemplars are selected; reservoir is for online learning",
+        choices=("herding", "random", "entropy", "distance", "reservoir"),
+    )
+    shrink: str = setting(
+        "truncate",
+        "how an old class gives up exemplars: keep its first ones, or select again",
+        choices=("truncate", "reselect"),
+    )
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    size: int = 64  # rows of a batch, memory rows among them
-    ratio: str = "3:1"  # current rows to memory rows
-    length: str = "longer"  # an epoch is as long as the "longer" of the two sets, or "current", or "memory"
-    last: str = "short"  # short last batches are used, or "drop"ped
-    forward: str = "joint"  # one forward for the whole batch, or "separate" ones for its two parts
-    current_from: str = "task"  # current rows are of the new task, or of its "union" with the memory
-    memory_from: str = "all"  # online: memory rows are of all stored, the new task's among them, or of "past" tasks
-    augment: str = "none"  # tbbn list augmentations
-    evaluation: int = 500  # images at once where nothing is trained
+    size: int = setting(64, "rows of a batch, memory rows included", least=2, most=_MANY)
+    ratio: str = setting("3:1", "current rows to memory rows in a batch")
+    length: str = setting(
+        "longer",
+        "what sets the length of an epoch: the current task, the memory, or the longer of the two",
+        choices=("longer", "current", "memory"),
+    )
+    last: str = setting("short", "use a short last batch, or drop it", choices=("short", "drop"))
+    forward: str = setting(
+        "joint",
+        "one forward pass for the whole batch, or separate ones for current and memory rows",
+        choices=("joint", "separate"),
+    )
+    current_from: str = setting(
+        "task",
+        "draw current rows from the new task, or from its union with the memory",
+        choices=("task", "union"),
+    )
+    memory_from: str = setting(
+        "all",
+        "online only: draw memory rows from all stored rows, or from past tasks",
+        choices=("all", "past"),
+    )
+    augment: str = setting("none", "data augmentation; tbbn list augmentations shows them all")
+    evaluation: int = setting(500, "batch size for evaluation", least=1, most=_MANY)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    epochs: int = 20  # for each task
-    lr: float = 0.1  # of SGD, at each task's start
-    momentum: float = 0.9  # of SGD
-    nesterov: bool = False  # Nesterov's momentum
-    weight_decay: float = 5e-4  # of every parameter
-    schedule: str = "multistep"  # of the learning rate; or "cosine", "constant"
-    milestones: tuple[float, ...] = (0.5, 0.75)  # of "multistep", as shares of the epochs
-    gamma: float = 0.1  # of "multistep": the factor at each milestone
-    clip_norm: float = 0.0  # largest norm of the gradient; 0: off
-    clip_value: float = 0.0  # largest entry of the gradient; 0: off
-    keep: str = "last"  # which epoch's weights stay: "last", or "best" by the validation loss of the current task
+    epochs: int = setting(20, "epochs per task", least=1, most=_MANY)
+    lr: float = setting(0.1, "learning rate of SGD at the start of each task", above=0, most=_FLOAT)
+    momentum: float = setting(0.9, "momentum of SGD", least=0, most=_FLOAT)
+    nesterov: bool = setting(False, "Nesterov momentum")
+    weight_decay: float = setting(5e-4, "weight decay, on every parameter", least=0, most=_FLOAT)
+    schedule: str = setting("multistep", "learning-rate schedule", choices=("multistep", "cosine", "constant"))
+    milestones: tuple[float, ...] = setting((0.5, 0.75), "multistep: fractions of the epochs", least=0, most=1)
+    gamma: float = setting(0.1, "multistep: factor at each milestone", above=0, most=_FLOAT)
+    clip_norm: float = setting(0.0, "clip the gradient to this norm; 0 is off", least=0, most=_FLOAT)
+    clip_value: float = setting(0.0, "clip each gradient entry to this value; 0 is off", least=0, most=_FLOAT)
+    keep: str = setting(
+        "last",
+        "epoch whose weights are kept; best is by the validation loss of the current task",
+        choices=("last", "best"),
+    )
 
 
 @dataclass(frozen=True)
 class SaveConfig:
-    tasks: str = "small"  # keep the state at each task's start: of "small" networks (up to 8 MiB), or "all", "none"
+    tasks: str = setting(
+        "small",
+        "keep the state at the start of each task; small: only if the network is at most 8 MiB",
+        choices=("small", "all", "none"),
+    )
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    protocol: str = "clean"  # or "paper": trained as the authors did
-    quirks: tuple[str, ...] = ()  # errors of the released code to reproduce: tbbn list quirks
-    seed: int = 0  # of everything random
-    device: str = "auto"  # a GPU if there is one; or "cpu", "cuda"
-    precision: str = "fp32"  # or "tf32", "bf16": arithmetic of convolutions and products; statistics stay float32
-    autotune: bool = False  # a GPU times its algorithms first: faster, but bits may differ from one process to the next
-    threads: int = 0  # CPU threads; 0: torch's own choice
-    backbone: str = "small"  # tbbn list backbones
-    norm: Choice = Choice("bn")
-    method: Choice = Choice("ft")
+    protocol: str = setting("clean", "training protocol; paper trains as the authors did", choices=PROTOCOLS)
+    quirks: tuple[str, ...] = setting((), "errors of the released code to reproduce", choices=tuple(QUIRKS))
+    seed: int = setting(0, "seed of all random numbers", least=0)
+    device: str = setting("auto", "cpu, cuda or cuda:N; auto uses a GPU if there is one")
+    precision: str = setting(
+        "fp32",
+        "precision of convolutions and matrix products; statistics stay float32",
+        choices=("fp32", "tf32", "bf16"),
+    )
+    autotune: bool = setting(False, "GPU: time cuDNN's algorithms first; faster, but not reproducible bit for bit")
+    threads: int = setting(0, "CPU threads; 0 leaves the number to torch", least=0, most=1024)
+    backbone: str = setting("small", "network; tbbn list backbones shows them all")
+    norm: Choice = setting(Choice("bn"), "normalisation layer; tbbn list norms shows them all")  # noqa: RUF009
+    method: Choice = setting(Choice("ft"), "method; tbbn list methods shows them all")  # noqa: RUF009
     data: DataConfig = field(default_factory=DataConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -107,14 +205,14 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """What tables and curves call it. Options that other settings bring along, as ``data.online`` does, are left out."""
+        """What tables and curves call the run. Leaves out options that other settings imply, as ``data.online`` does."""
         names = self.norm.name, self.method.name
-        brought = implied(self.protocol, self.data.name, *names, self.quirks, self.data.online)
+        default = implied(self.protocol, self.data.name, *names, self.quirks, self.data.online)
 
-        def said(kind: str, chosen: Choice) -> Choice:
-            return Choice(chosen.name, tuple((k, v) for k, v in chosen.options if brought.get(f"{kind}.{k}") != v))
+        def shown(kind: str, chosen: Choice) -> Choice:
+            return Choice(chosen.name, tuple((k, v) for k, v in chosen.options if default.get(f"{kind}.{k}") != v))
 
-        return f"{said('method', self.method)} + {said('norm', self.norm)}"
+        return f"{shown('method', self.method)} + {shown('norm', self.norm)}"
 
 
 SECTIONS: dict[str, type] = {
@@ -127,23 +225,17 @@ SECTIONS: dict[str, type] = {
 CHOICES = ("norm", "method")
 
 
-def names() -> dict[str, Any]:
-    """Every setting's dotted name and default, for the command line; norms' and methods' options are not among them."""
-    default, found = RunConfig(), {}
-    for f in fields(RunConfig):
-        value = getattr(default, f.name)
-        if f.name in SECTIONS:
-            found.update({f"{f.name}.{g.name}": getattr(value, g.name) for g in fields(value)})
-        else:
-            found[f"{f.name}.name" if f.name in CHOICES else f.name] = value.name if f.name in CHOICES else value
-    return found
-
-
-@functools.cache
-def notes() -> dict[str, str]:
-    """What the comment beside each setting says, by dotted name, for the command line's help."""
+def _settings() -> Mapping[str, Setting]:
     found = {}
-    for prefix, kind in (("", RunConfig), *((f"{name}.", kind) for name, kind in SECTIONS.items())):
-        for name, note in re.findall(r"^    (\w+): [^#\n]*# (.*)$", inspect.getsource(kind), re.MULTILINE):
-            found[prefix + name] = note
-    return found
+    for prefix, owner in (("", RunConfig), *((f"{name}.", owner) for name, owner in SECTIONS.items())):
+        for f in fields(owner):
+            if f.default is MISSING:  # a section
+                continue
+            if f.name in CHOICES and not prefix:
+                found[f"{f.name}.name"] = Setting(f"{f.name}.name", str, f.default.name, **f.metadata)
+            else:
+                found[prefix + f.name] = Setting(prefix + f.name, f.type, f.default, **f.metadata)
+    return MappingProxyType(found)
+
+
+SETTINGS = _settings()  # by dotted name; the options of norms and methods are not among them

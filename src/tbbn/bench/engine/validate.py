@@ -7,10 +7,9 @@ import math
 
 import torch
 
-from tbbn.bench.config import Choice, RunConfig
+from tbbn.bench.config import Choice, RunConfig, check_settings
 from tbbn.bench.data import augment, loading
-from tbbn.bench.data.batches import LASTS, LENGTHS, parts
-from tbbn.bench.data.device import STREAMING
+from tbbn.bench.data.batches import parts
 from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.methods import Method, method
@@ -18,38 +17,18 @@ from tbbn.bench.models import backbone, backbones
 from tbbn.errors import UserError, unknown_name
 from tbbn.nn import convert
 
-SCHEDULES = ("multistep", "cosine", "constant")
-PRECISIONS = ("fp32", "tf32", "bf16")
-_FLOAT = 3.4e38  # weights are float32
-_MANY = 2**20  # beyond what anyone trains; a slip of the keyboard would fill the memory, or run for ever
-
 
 def check(config: RunConfig) -> Method:
     """Raise for the first setting that cannot be; return the method the config names."""
+    check_settings(config)
     chosen = method(config.method.name, config.method.dict())
     if config.backbone not in backbones():
         raise unknown_name("backbone", config.backbone, backbones())
     max_tasks = _check_norm(config.backbone, config.norm)
-    for kind, name, known in (
-        ("augmentation", config.batch.augment, augment.augmentations()),
-        ("epoch length", config.batch.length, LENGTHS),
-        ("last batch", config.batch.last, LASTS),
-        ("forward", config.batch.forward, ("joint", "separate")),
-        ("source of current rows", config.batch.current_from, ("task", "union")),
-        ("source of memory rows", config.batch.memory_from, ("all", "past")),
-        ("way to treat unreadable images", config.data.unreadable, loading.UNREADABLE),
-        ("streaming", config.data.stream, STREAMING),
-        ("test set", config.data.test, ("all", "whole-batches")),
-        ("schedule", config.train.schedule, SCHEDULES),
-        ("epoch to keep", config.train.keep, ("last", "best")),
-        ("precision", config.precision, PRECISIONS),
-        ("tasks to save", config.save.tasks, ("small", "all", "none")),
-    ):
-        if name not in known:
-            raise unknown_name(kind, name, known)
+    if config.batch.augment not in augment.augmentations():
+        raise unknown_name("augmentation", config.batch.augment, augment.augmentations())
     make_memory(config)
     parts(config.batch.size, ratio(config))
-    _check_numbers(config)
     n_tasks = min(config.data.tasks, config.data.stop_after or config.data.tasks)
     if n_tasks > max_tasks:
         raise UserError(f"norm {config.norm}: max_tasks must be at least the {n_tasks} tasks, got {max_tasks}.")
@@ -94,37 +73,6 @@ def _check_norm(name: str, norm: Choice) -> float:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"norm {norm}: cannot train with these options: {reason}.") from error
     return min((getattr(layer, "max_tasks", math.inf) for layer in body.modules()), default=math.inf)
-
-
-def _check_numbers(config: RunConfig) -> None:
-    data, batch, train = config.data, config.batch, config.train
-    for key, value, least, most in (
-        ("train.epochs", train.epochs, 1, _MANY),
-        ("data.tasks", data.tasks, 1, _MANY),
-        ("data.stop_after", data.stop_after, 0, _MANY),
-        ("data.size", data.size, 0, 4096),
-        ("data.crop", data.crop, 0, 4096),
-        ("memory.budget", config.memory.budget, 0, 2**31),
-        ("batch.size", batch.size, 2, _MANY),
-        ("batch.evaluation", batch.evaluation, 1, _MANY),
-        ("seed", config.seed, 0, math.inf),
-        ("threads", config.threads, 0, 1024),
-        ("train.momentum", train.momentum, 0, _FLOAT),
-        ("train.weight_decay", train.weight_decay, 0, _FLOAT),
-        ("train.clip_norm", train.clip_norm, 0, _FLOAT),
-        ("train.clip_value", train.clip_value, 0, _FLOAT),
-    ):
-        if not least <= value < math.inf:
-            raise UserError(f"{key} must be at least {least}, got {value}.")
-        if value > most:
-            raise UserError(f"{key} must be at most {most}, got {value}.")
-    for key, value in (("train.lr", train.lr), ("train.gamma", train.gamma)):
-        if not 0 < value < math.inf:
-            raise UserError(f"{key} must be positive, got {value}.")
-        if value > _FLOAT:
-            raise UserError(f"{key} must be at most {_FLOAT}, got {value}.")
-    if not all(0 <= milestone <= 1 for milestone in train.milestones):
-        raise UserError(f"train.milestones must be shares of the epochs, from 0 to 1, got {list(train.milestones)}.")
 
 
 def ratio(config: RunConfig) -> tuple[int, int]:
