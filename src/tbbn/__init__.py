@@ -33,6 +33,13 @@ if TYPE_CHECKING:
         WeightedBatchNorm2d,
         WeightedBatchNorm3d,
     )
+    from tbbn.registry import (
+        register_augmentation,
+        register_backbone,
+        register_dataset,
+        register_method,
+        register_norm,
+    )
 
 __version__ = "0.1.0"
 
@@ -53,15 +60,24 @@ __all__ = [
     "convert",
     "functional",
     "penalty",
+    "register_augmentation",
+    "register_backbone",
+    "register_dataset",
+    "register_method",
+    "register_norm",
     "revert",
     "splits",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Everything above at the first use of any of it: the command line can then be stopped while torch is imported."""
-    if name not in (*__all__, "errors", "nn"):
+    """Import what a public name needs when it is first used: the layer brings torch, registering needs nothing."""
+    if name not in (*__all__, "errors", "nn", "registry"):
         raise AttributeError(f"module 'tbbn' has no attribute {name!r}")
+    if name.startswith("register_"):
+        return getattr(import_module("tbbn.registry"), name)
+    if name not in __all__:
+        return import_module(f"tbbn.{name}")
     for home in map(import_module, ("tbbn.nn.modules", "tbbn.nn.comparison", "tbbn.nn")):
         globals().update({public: getattr(home, public) for public in __all__ if hasattr(home, public)})
     return globals()[name]

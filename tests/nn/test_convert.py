@@ -8,7 +8,8 @@ from torch import nn
 
 import tbbn
 from tbbn.errors import UserError
-from tbbn.nn import DESCRIPTIONS, NORMS, is_balanced, register
+from tbbn.nn import is_balanced
+from tbbn.registry import NORMS, register_norm, temporary
 
 EIGHT = {"current": 8, "memory": 4, "past_tasks": 2}
 
@@ -289,10 +290,12 @@ def test_converting_again_changes_options_and_keeps_state(x):
 
 
 def test_every_norm_is_described():
-    assert NORMS.keys() == DESCRIPTIONS.keys()
+    assert all(entry.description for entry in NORMS.describe().values())
 
 
-def test_a_norm_of_ones_own_can_be_registered(monkeypatch, x):
+@temporary()
+def test_a_norm_of_ones_own_can_be_registered(x):
+    @register_norm("root", "root mean square")
     class Root(nn.Module):
         def __init__(self, num_features, eps=1e-5, affine=True):
             super().__init__()
@@ -303,9 +306,6 @@ def test_a_norm_of_ones_own_can_be_registered(monkeypatch, x):
         def forward(self, x):
             return x / (x.square().mean((2, 3), keepdim=True) + self.eps).sqrt() * self.weight.view(-1, 1, 1)
 
-    monkeypatch.setitem(NORMS, "root", Root)  # so that both are as before after the test
-    monkeypatch.setitem(DESCRIPTIONS, "root", "")
-    register("root", Root, "root mean square")
     model = tbbn.convert(nn.Sequential(nn.BatchNorm2d(2)), "root")
     assert type(model[0]) is Root and model(x).shape == x.shape
     assert type(tbbn.convert(model, "bn")[0]) is nn.BatchNorm2d

@@ -24,7 +24,8 @@ from tbbn.bench.engine.events import EpochEnded, Stepped
 from tbbn.bench.engine.phase import settings as run_settings
 from tbbn.bench.models import backbone
 from tbbn.bench.timing import Work, captured, copy_bandwidth, median_ratio, peak_memory, time_interleaved
-from tbbn.nn import NORMS, convert
+from tbbn.nn import convert
+from tbbn.registry import NORMS
 
 SHAPES = ((64, 16, 32, 32), (64, 32, 16, 16), (64, 64, 8, 8), (64, 64, 56, 56), (64, 512, 7, 7))
 LAYOUT = {"current": 48, "memory": 16, "past_tasks": 9}  # the paper's batch in its last task: r = 16

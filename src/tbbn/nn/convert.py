@@ -15,37 +15,31 @@ from tbbn.errors import UserError, unknown_name
 from tbbn.nn import comparison as variants
 from tbbn.nn import modules as layers
 from tbbn.nn.plan import Layout, PlanOptions, make_layout
+from tbbn.registry import NORMS, Option, options_of
 
-# One class for every kind of batch norm it may replace, or one for all. A new norm is one line here.
-NORMS: dict[str, type[nn.Module] | tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
-    "bn": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    "in": variants.InstanceNorm,
-    "gn": variants.GroupNorm,
-    "sn": variants.SwitchableNorm,
-    "brn": variants.BatchRenorm,
-    "cn": variants.ContinualNorm,
-    "tbbn": (layers.TaskBalancedBatchNorm1d, layers.TaskBalancedBatchNorm2d, layers.TaskBalancedBatchNorm3d),
-    "adab2n": variants.AdaptiveBalancedNorm,
-    "weighted": (layers.WeightedBatchNorm1d, layers.WeightedBatchNorm2d, layers.WeightedBatchNorm3d),
-}
-DESCRIPTIONS = {
-    "bn": "batch norm",
-    "in": "instance norm",
-    "gn": "group norm (groups=16)",
-    "sn": "switchable norm: a learnt mixture of instance, layer and batch statistics",
-    "brn": "batch renormalisation",
-    "cn": "continual norm: group norm, then batch norm (groups=16)",
-    "tbbn": "task-balanced batch norm (rule, case, memory, total_variance)",
-    "adab2n": "adaptive balance of batch norm (kappa, strength, max_tasks)",
-    "weighted": "batch norm with one set of statistics in which every task weighs the same",
-}
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_BALANCED = (layers.TaskBalancedBatchNorm1d, layers.TaskBalancedBatchNorm2d, layers.TaskBalancedBatchNorm3d)
+_WEIGHTED = (layers.WeightedBatchNorm1d, layers.WeightedBatchNorm2d, layers.WeightedBatchNorm3d)
+_PLAN_OPTIONS = {f.name: Option(f.default) for f in fields(PlanOptions) if f.name != "kind"}
+_PLAN_OPTIONS["output_statistics"] = Option(False)
 
-
-def register(name: str, norm: type[nn.Module], description: str = "") -> None:
-    """Make a norm of your own known by name; its constructor takes ``num_features`` and what it shares with batch norm."""
-    NORMS[name] = norm
-    DESCRIPTIONS[name] = description
+# A norm is one class for every kind of batch norm it may replace, or a class for each of 1d, 2d and 3d.
+NORMS.register("bn", _PLAIN, "batch norm")
+NORMS.register("in", variants.InstanceNorm, "instance norm")
+NORMS.register("gn", variants.GroupNorm, "group norm")
+NORMS.register(
+    "sn", variants.SwitchableNorm, "switchable norm: a learnt mixture of instance, layer and batch statistics"
+)
+NORMS.register(
+    "brn",
+    variants.BatchRenorm,
+    "batch renormalisation",
+    {"momentum": Option(0.01), **options_of(variants.BatchRenorm)},  # its own, not that of the layer it replaces
+)
+NORMS.register("cn", variants.ContinualNorm, "continual norm: group norm, then batch norm")
+NORMS.register("tbbn", _BALANCED, "task-balanced batch norm", _PLAN_OPTIONS)
+NORMS.register("adab2n", variants.AdaptiveBalancedNorm, "adaptive balance of batch norm")
+NORMS.register("weighted", _WEIGHTED, "batch norm with one set of statistics in which every task weighs the same", {})
 
 
 def convert(module: nn.Module, norm: str = "tbbn", **options: Any) -> nn.Module:
@@ -57,8 +51,6 @@ def convert(module: nn.Module, norm: str = "tbbn", **options: Any) -> nn.Module:
     >>> type(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]).__name__
     'TaskBalancedBatchNorm2d'
     """
-    if norm not in NORMS:
-        raise unknown_name("norm", str(norm), NORMS)
     _check_options(norm, options)
     return _replace(module, lambda old: _make(norm, old, options))
 
@@ -146,7 +138,7 @@ def _replace(module: nn.Module, make: Callable[[nn.Module], nn.Module]) -> nn.Mo
 
 
 def _is_norm(module: nn.Module) -> bool:
-    known = [c for norm in NORMS for c in _classes(norm)]
+    known = [c for norm in NORMS.values() for c in (norm if isinstance(norm, tuple) else (norm,))]
     if any(isinstance(module, c) and type(module).forward is c.forward for c in known):
         return True
     if not isinstance(module, _BatchNorm):
@@ -161,7 +153,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _classes(norm: str) -> tuple[type[nn.Module], ...]:
-    entry = NORMS[norm]
+    entry = NORMS.get(norm)
     return entry if isinstance(entry, tuple) else (entry,)
 
 

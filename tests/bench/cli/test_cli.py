@@ -430,13 +430,13 @@ def test_every_list_has_a_line_for_each_entry(what: str, capsys: Capture) -> Non
     entries = json.loads(capsys.readouterr().out)
     assert main(["list", what]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == list(entries)
-    assert all(entries.values()) and all(len(line.split(maxsplit=1)) == 2 for line in lines)
+    named = [line for line in lines if not line.startswith(" ")]
+    assert [line.split("  ")[0] for line in named] == list(entries)
+    assert all(entry["line"] for entry in entries.values()) and all(len(line.split(maxsplit=1)) == 2 for line in named)
 
 
 def test_the_lists_are_the_registries(capsys: Capture) -> None:
-    from tbbn.bench.methods import METHODS
-    from tbbn.nn import NORMS
+    from tbbn.registry import METHODS, NORMS
 
     for what, registry in (("methods", METHODS), ("norms", NORMS)):
         main(["list", what, "--json"])
@@ -445,15 +445,20 @@ def test_the_lists_are_the_registries(capsys: Capture) -> None:
 
 def test_the_list_of_norms_names_every_option(capsys: Capture) -> None:
     assert main(["list", "norms", "--json"]) == 0
-    for name, line in json.loads(capsys.readouterr().out).items():
-        options = re.split(r"[;,] ", re.findall(r"\(([^()]*)\)$", line)[0])
+    shared = {"affine", "bias", "eps", "momentum", "track_running_stats"}
+    for name, entry in json.loads(capsys.readouterr().out).items():
         with pytest.raises(tbbn.errors.UserError) as refused:  # which names all that are taken
             tbbn.convert(torch.nn.BatchNorm2d(16), name, nothing=1)
-        assert sorted(o.partition("=")[0] for o in options) == str(refused.value).split(": ")[2].split(".")[0].split(
-            ", "
-        )
+        taken = set(str(refused.value).split(": ")[2].split(".")[0].split(", "))
+        assert taken - shared == entry["options"].keys() - shared
+        assert entry["options"].keys() <= taken
+
+
+def test_lists_show_options_with_their_defaults(capsys: Capture) -> None:
     assert main(["list", "norms"]) == 0
-    assert "group norm (channels_per_group, groups=16; affine, eps)\n" in capsys.readouterr().out
+    assert "gn        group norm\n            groups=16, channels_per_group\n" in capsys.readouterr().out
+    assert main(["list", "methods"]) == 0
+    assert "less_forget=5.0" in capsys.readouterr().out
 
 
 def test_show_prints_the_matrix_and_every_metric(runs: Path, capsys: Capture) -> None:

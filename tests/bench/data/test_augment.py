@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tbbn.bench.data import augment, colour
+from tbbn.bench.data import colour
 from tbbn.bench.data.augment import Augment, ResizedCrop, Shift, augmentation, evaluation_view, normalise, padding
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
+from tbbn.registry import AUGMENTATIONS
 
 NAMES = ["none", "flip", "shift", "padded-resized", "resized", "strong", "shift-brightness"]
 functional = torchvision().transforms.functional
@@ -306,8 +307,8 @@ def test_padding_is_an_eighth_and_at_least_one_pixel() -> None:
 
 
 def test_every_name_has_a_line() -> None:
-    assert list(augment.augmentations()) == NAMES
-    assert all(augment.augmentations().values())
+    assert list(AUGMENTATIONS) == NAMES
+    assert all(entry.description for entry in AUGMENTATIONS.describe().values())
 
 
 def test_mistakes_are_one_line() -> None:

@@ -13,8 +13,7 @@ from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.engine import Stepped
 from tbbn.bench.engine.forecast import forecast
 from tbbn.bench.engine.loop import Run
-from tbbn.bench.methods import METHODS
-from tbbn.nn import NORMS
+from tbbn.registry import METHODS, NORMS
 
 COMMON: dict[str, Any] = {
     "device": "cpu",

@@ -12,9 +12,9 @@ from tinyrun import finish, tiny
 from tbbn.bench.engine import Event, Stepped, TaskEnded, run_lanes
 from tbbn.bench.engine.events import EpochEnded, Position
 from tbbn.bench.engine.lanes import Growth
-from tbbn.bench.methods import METHODS
 from tbbn.bench.runs.record import Record, load_record
 from tbbn.errors import UserError
+from tbbn.registry import METHODS
 
 
 def told(record: Record) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_a_lane_that_cannot_begin_is_marked_failed(tmp_path: Path) -> None:
 
 
 def test_a_lane_that_breaks_on_the_way_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = METHODS["er"]
+    kind = METHODS.get("er")
     real = kind.loss
 
     def breaking(self: Any, batch: Any, output: Any, previous: Any) -> Any:

@@ -23,10 +23,11 @@ from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded, run
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.phase import Hyper, settings
 from tbbn.bench.engine.step import Step
-from tbbn.bench.methods import METHODS, Phase
+from tbbn.bench.methods import Phase
 from tbbn.bench.models import Network
 from tbbn.bench.runs.record import Record
 from tbbn.errors import UserError
+from tbbn.registry import METHODS
 
 
 def told(record: Record) -> dict[str, Any]:
@@ -356,7 +357,7 @@ def test_balanced_augmentation_shows_the_memory_in_many_views(monkeypatch: pytes
     assert {batch.n_current + batch.n_memory for _, batch in batches if batch.n_memory} >= {6 + 2 * 3, 6 + 2 * 6}
 
 
-@pytest.mark.parametrize("method", [name for name, kind in METHODS.items() if kind.needs_previous])
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS.get(name).needs_previous])
 def test_the_teacher_is_the_network_after_the_task_before_and_stays_it(method: str) -> None:
     at_end: dict[str, Tensor] = {}
     teachers = 0

@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 
 from tbbn.bench import config as cfg
 from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS
-from tbbn.bench.data.augment import augmentations
-from tbbn.bench.methods import METHODS
-from tbbn.bench.models import backbones
-from tbbn.nn import NORMS
+from tbbn.registry import AUGMENTATIONS, BACKBONES, METHODS, NORMS
 
 # What a setting may be beside its default. Numbers of epochs are small and sizes of images are small or absurd: what is
 # merely large is a valid config that would train for long.
@@ -27,7 +24,7 @@ CHOICES: dict[str, list[Any]] = {
     "device": ["cpu", "auto", "cuda:99", "meta", "xpu", "cpu:3"],
     "precision": ["fp32", "tf32", "bf16"],
     "threads": [0, 1, 2, 10**9],
-    "backbone": ["small", "small", "small", *(name for name in backbones() if "110" not in name and "56" not in name)],
+    "backbone": ["small", "small", "small", *(name for name in BACKBONES if "110" not in name and "56" not in name)],
     "data.name": ["synthetic:4x6x2x8", "synthetic:4x3x1x4", "synthetic:3x2x1x4+synthetic:3x2x1x4", "synthetic:4x6x2x7"],
     "data.root": ["data", "/nowhere", "~", "~nobody", "d", "\0"],
     "data.size": [0, 1, 2, 4, 9, 16, 10**9],
@@ -65,7 +62,7 @@ CHOICES: dict[str, list[Any]] = {
     "batch.last": ["short", "drop"],
     "batch.forward": ["joint", "separate"],
     "batch.current_from": ["task", "union"],
-    "batch.augment": sorted(augmentations()),
+    "batch.augment": sorted(AUGMENTATIONS),
     "batch.evaluation": [1, 3, 500, 10**30],
     "train.epochs": [1, 2],
     "train.lr": [1e-300, 1e-3, 0.1, 10.0, 1e30, 1e308],
@@ -110,10 +107,11 @@ def in_words(value: Any) -> str:
 def option_names(kind: str, name: str) -> dict[str, Any]:
     """The options that a method or a norm takes, and their defaults where they are known."""
     if kind == "method":
-        return {f.name: f.default for f in fields(METHODS[name])} if name in METHODS else {}
+        return {f.name: f.default for f in fields(METHODS.get(name))} if name in METHODS else {}
     if name not in NORMS:
         return {}
-    layer = NORMS[name][-1] if isinstance(NORMS[name], tuple) else NORMS[name]
+    norm = NORMS.get(name)
+    layer = norm[-1] if isinstance(norm, tuple) else norm
     found = inspect.signature(layer).parameters.values()  # type: ignore[arg-type]
     return {p.name: p.default for p in found if p.default is not p.empty and p.name not in ("device", "dtype")}
 

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tbbn.bench.methods import METHODS, Method, method
+from tbbn.bench.methods import Method, method
 from tbbn.bench.methods.bic import BiasCorrectedHead
+from tbbn.registry import METHODS
 
 
 def seed(value: int = 0) -> torch.Generator:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tbbn.bench.data.types import Batch
-from tbbn.bench.methods import METHODS, Losses, method
+from tbbn.bench.methods import Losses, method
 from tbbn.bench.models import Output
+from tbbn.registry import METHODS
 
 OLD, NEW = (2, 3), (2, 3, 2)
 LABELS = [5, 6, 6, 5, 6, 5, 0, 3, 4]  # six rows of the new task, three of the memory

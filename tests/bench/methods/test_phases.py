@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tbbn.bench.methods import METHODS, Phase, method
+from tbbn.bench.methods import Phase, method
 from tbbn.bench.methods.bic import BiasCorrectedHead
 from tbbn.bench.models import CosineHead, ProxyHead
+from tbbn.registry import METHODS
 
 
 def ids(parameters: list[nn.Parameter]) -> set[int]:

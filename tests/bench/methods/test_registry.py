@@ -5,29 +5,31 @@ from typing import ClassVar
 
 import pytest
 
-from tbbn.bench.methods import METHODS, Method, method
+from tbbn.bench.methods import Method, method
 from tbbn.bench.methods.base import make_method
 from tbbn.errors import UserError
+from tbbn.registry import METHODS
 
 NAMES = "afc balaug bic derpp eeil er ft icarl il2m joint lucir podnet ssil wa"
+KINDS = {name: METHODS.get(name) for name in METHODS}
 
 
 def test_all_methods_are_there_and_say_what_they_are() -> None:
     assert sorted(METHODS) == NAMES.split()
-    for name, kind in METHODS.items():
-        assert kind.name == name and kind.description
+    for name, kind in KINDS.items():
+        assert METHODS.entry(name).description
         assert isinstance(method(name), kind)
 
 
 def test_every_default_is_a_value_the_method_takes() -> None:
-    for name, kind in METHODS.items():
+    for name, kind in KINDS.items():
         defaults = {f.name: f.default for f in fields(kind)}
         assert method(name, defaults) == method(name)
         assert set(kind.limits) <= set(defaults)
 
 
 def test_mistakes_of_released_programs_are_off_unless_asked_for() -> None:
-    flags = {(n, f.name): f.default for n, kind in METHODS.items() for f in fields(kind) if isinstance(f.default, bool)}
+    flags = {(n, f.name): f.default for n, kind in KINDS.items() for f in fields(kind) if isinstance(f.default, bool)}
     assert flags == {
         ("eeil", "skip_newest_head"): False,
         ("eeil", "unbalanced_phase"): False,
@@ -99,13 +101,12 @@ def test_a_number_out_of_range_is_refused(name: str, option: str, value: float, 
 def test_a_method_of_one_s_own_gets_the_same_checks() -> None:
     @dataclass(frozen=True)
     class Mine(Method):
-        name = "mine"
         limits: ClassVar = {"share": (0, 1)}
         share: float = 0.5
 
-    assert make_method(Mine, {"share": 0.25}).share == 0.25  # type: ignore[attr-defined]
+    assert make_method("mine", Mine, {"share": 0.25}).share == 0.25  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"mine\.share must be between 0 and 1, got 2\.0"):
-        make_method(Mine, {"share": 2})
+        make_method("mine", Mine, {"share": 2})
 
 
 def test_the_base_has_no_loss() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from tbbn.bench.config import resolve
 from tbbn.bench.engine import run
-from tbbn.bench.methods import METHODS
 from tbbn.bench.runs.record import Record
+from tbbn.registry import METHODS
 
 SHORT: dict[str, dict[str, Any]] = {
     "eeil": {"method.balanced_epochs": 2},

@@ -8,12 +8,13 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tbbn.bench.models import Backbone, backbone, backbones, seeded_init
+from tbbn.bench.models import Backbone, backbone, seeded_init
 from tbbn.bench.models.resnet import BasicBlock, ResNet
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
+from tbbn.registry import BACKBONES
 
-NAMES = sorted(backbones())
+NAMES = sorted(BACKBONES)
 LIGHT = [name for name in NAMES if name not in ("resnet34", "resnet110")]  # the class of these two is covered by others
 WIDTHS = {
     "small": 64,

@@ -2,75 +2,72 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from tbbn.bench.config.protocols import QUIRKS
 from tbbn.errors import UserError
+from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, METHODS, NORMS, Registry
+
+Listed = dict[str, dict[str, Any]]  # by name: a line, and for what is registered its origin and options
 
 
-def _methods() -> dict[str, str]:
-    from tbbn.bench.methods import METHODS
-
-    return {name: kind.description for name, kind in METHODS.items()}
-
-
-def _norms() -> dict[str, str]:
-    """What each norm is, and every option it takes: its own, then those that are batch norm's too."""
-    from tbbn.nn import DESCRIPTIONS
-    from tbbn.nn.convert import _accepted, _classes
-
-    shared = _accepted(_classes("bn")[-1])
-    found = {}
-    for name, line in DESCRIPTIONS.items():
-        options = _accepted(_classes(name)[-1]) - {"device", "dtype"}
-        what, _, bracket = line.partition(" (")  # which may name some of them, with a default
-        said = {part.partition("=")[0]: part for part in re.findall(r"[\w=.]+", bracket)}
-        own = ", ".join(said.get(option, option) for option in sorted(options - shared))
-        every = "; ".join(filter(None, (own, ", ".join(sorted(options & shared)))))
-        found[name] = f"{what if own else line} ({every})".lstrip()
-    return found
+def _registered(registry: Registry[Any]) -> Listed:
+    return {
+        name: {
+            "line": entry.description,
+            "origin": str(entry.origin),
+            "options": {option: {"default": o.default, "help": o.help} for option, o in entry.options.items()},
+        }
+        for name, entry in registry.describe().items()
+    }
 
 
-def _datasets() -> dict[str, str]:
+def _datasets() -> Listed:
     from tbbn.bench.data.loading import available
 
-    return available()
+    return {name: {"line": line} for name, line in available().items()}
 
 
-def _backbones() -> dict[str, str]:
-    from tbbn.bench.models import backbones
-
-    return backbones()
-
-
-def _recipes() -> dict[str, str]:
+def _recipes() -> Listed:
     from tbbn.paper import describe, recipes
 
-    return {name: describe(path) for name, path in recipes().items()}
+    return {name: {"line": describe(path)} for name, path in recipes().items()}
 
 
-def _augmentations() -> dict[str, str]:
-    from tbbn.bench.data.augment import augmentations
-
-    return augmentations()
+def _quirks() -> Listed:
+    return {name: {"line": quirk.line} for name, quirk in QUIRKS.items()}
 
 
-def _quirks() -> dict[str, str]:
-    return {name: quirk.line for name, quirk in QUIRKS.items()}
-
-
-LISTS: dict[str, Callable[[], dict[str, str]]] = {
-    "methods": _methods,
-    "norms": _norms,
+LISTS: dict[str, Callable[[], Listed]] = {
+    "methods": partial(_registered, METHODS),
+    "norms": partial(_registered, NORMS),
     "datasets": _datasets,
-    "backbones": _backbones,
+    "backbones": partial(_registered, BACKBONES),
     "recipes": _recipes,
-    "augmentations": _augmentations,
+    "augmentations": partial(_registered, AUGMENTATIONS),
     "quirks": _quirks,
 }
+
+
+def lines(entries: Listed) -> Iterator[str]:
+    """A list as text: a line for each name, its origin where it is a plugin's, and its options below."""
+    width = max(map(len, entries))
+    for name, entry in entries.items():
+        origin = entry.get("origin", str(BUILT_IN))
+        yield f"{name.ljust(width)}  {entry['line']}{'' if origin == str(BUILT_IN) else f'  [{origin}]'}".rstrip()
+        options = entry.get("options", {})
+        shown = {
+            option: option if o["default"] is None else f"{option}={o['default']}" for option, o in options.items()
+        }
+        plain = [shown[option] for option, o in options.items() if not o["help"]]
+        if plain:
+            yield f"{' ' * width}    {', '.join(plain)}"
+        helped = {shown[option]: o["help"] for option, o in options.items() if o["help"]}
+        for text, line in helped.items():
+            yield f"{' ' * width}    {text.ljust(max(map(len, helped)))}  {line}"
 
 
 def doctor(root: str) -> dict[str, dict[str, Any]]:

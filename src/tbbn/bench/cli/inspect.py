@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from tbbn.bench.cli.catalogue import LISTS, doctor
+from tbbn.bench.cli.catalogue import LISTS, doctor, lines
 from tbbn.bench.cli.common import Command, run_folders
 from tbbn.errors import printable, unknown_name
 
@@ -38,9 +38,8 @@ def _list(chosen: argparse.Namespace) -> int:
     if chosen.json:
         print(json.dumps(entries, indent=1))
         return 0
-    width = max(map(len, entries))
-    for name, line in entries.items():
-        print(f"{name.ljust(width)}  {line}".rstrip())
+    for line in lines(entries):
+        print(line)
     return 0
 
 

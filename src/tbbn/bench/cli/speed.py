@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 from tbbn.bench.cli.common import Command
 from tbbn.errors import UserError, unknown_name
+from tbbn.registry import BACKBONES, NORMS, Registry
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 
@@ -32,9 +33,7 @@ def add(command: Command) -> None:
 def _speed(chosen: argparse.Namespace) -> int:
     import torch
 
-    from tbbn.bench.models import backbones
     from tbbn.bench.speed import measure_speed
-    from tbbn.nn import NORMS
 
     if chosen.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"unknown device {chosen.device!r}; use 'cuda' for a GPU, 'cpu' or 'auto'.")
@@ -48,7 +47,7 @@ def _speed(chosen: argparse.Namespace) -> int:
         raise UserError(f"--precision must be fp32 on a CPU, got {','.join(precisions)}.")
     found = measure_speed(
         torch.device("cuda" if on_gpu else "cpu"),
-        backbones=_names("backbone", chosen.backbone, backbones()),
+        backbones=_names("backbone", chosen.backbone, BACKBONES),
         norms=_names("norm", chosen.norm, NORMS),
         precisions=precisions,
         n_lanes=_numbers(chosen.lanes or ("1,4,8" if on_gpu else "1")),
@@ -59,7 +58,7 @@ def _speed(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _names(kind: str, text: str, known: Collection[str]) -> list[str]:
+def _names(kind: str, text: str, known: Sequence[str] | Registry[Any]) -> list[str]:
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names:
         if name not in known:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from tbbn.bench.data.colour import Brightness, ColourJitter, Greyscale
-from tbbn.errors import UserError, unknown_name
+from tbbn.errors import UserError
+from tbbn.registry import AUGMENTATIONS
 
 _ATTEMPTS = 10  # crop boxes tried before the fallback, as in torchvision's RandomResizedCrop
 
@@ -186,7 +187,7 @@ class Chain:
         return images
 
 
-_NAMES: dict[str, tuple[str, Callable[[int | None], Augment]]] = {
+_BUILT_IN: dict[str, tuple[str, Callable[[int | None], Augment]]] = {
     "none": ("the image as it is", lambda crop: Centred(crop=crop)),
     "flip": ("horizontal flip", lambda crop: Centred(flip=True, crop=crop)),
     "shift": ("zero-pad by an eighth, random window of the original size, flip", lambda crop: Shift(crop)),
@@ -206,18 +207,17 @@ _NAMES: dict[str, tuple[str, Callable[[int | None], Augment]]] = {
 }
 
 
+for _name, (_line, _make) in _BUILT_IN.items():
+    AUGMENTATIONS.register(_name, _make, _line, {})
+
+
 def augmentation(name: str, *, crop: int | None = None) -> Augment:
     """The augmentation of that name; `crop` is the side of its output, without it the images keep their size."""
-    if name not in _NAMES:
-        raise unknown_name("augmentation", name, _NAMES)
+    make = AUGMENTATIONS.get(name)
     if crop is not None and crop < 1:
         raise UserError(f"augmentation {name!r}: crop must be a positive number of pixels, got {crop}")
-    return _NAMES[name][1](crop)
-
-
-def augmentations() -> dict[str, str]:
-    """Every name that `augmentation` takes, with a line about it."""
-    return {name: line for name, (line, _) in _NAMES.items()}
+    made: Augment = make(crop)
+    return made
 
 
 def padding(size: tuple[int, int]) -> int:

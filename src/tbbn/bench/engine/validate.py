@@ -8,25 +8,24 @@ import math
 import torch
 
 from tbbn.bench.config import Choice, RunConfig, check_settings
-from tbbn.bench.data import augment, loading
+from tbbn.bench.data import loading
 from tbbn.bench.data.batches import parts
 from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.methods import Method, method
-from tbbn.bench.models import backbone, backbones
-from tbbn.errors import UserError, unknown_name
+from tbbn.bench.models import backbone
+from tbbn.errors import UserError
 from tbbn.nn import convert
+from tbbn.registry import AUGMENTATIONS, BACKBONES
 
 
 def check(config: RunConfig) -> Method:
     """Raise for the first setting that cannot be; return the method the config names."""
     check_settings(config)
     chosen = method(config.method.name, config.method.dict())
-    if config.backbone not in backbones():
-        raise unknown_name("backbone", config.backbone, backbones())
+    BACKBONES.entry(config.backbone)
+    AUGMENTATIONS.entry(config.batch.augment)
     max_tasks = _check_norm(config.backbone, config.norm)
-    if config.batch.augment not in augment.augmentations():
-        raise unknown_name("augmentation", config.batch.augment, augment.augmentations())
     make_memory(config)
     parts(config.batch.size, ratio(config))
     n_tasks = min(config.data.tasks, config.data.stop_after or config.data.tasks)

@@ -17,18 +17,17 @@ from tbbn.bench.methods.base import Losses, Stage
 from tbbn.bench.methods.proxy import ProxyMethod
 from tbbn.bench.methods.terms import channel_distance, nca
 from tbbn.bench.models import Output
+from tbbn.registry import register_method
 
 
 def _name(stage: int) -> str:
     return f"importance_{stage}"
 
 
+@register_method("afc", "distillation of maps weighted by the importance of their channels, PODNet's classifier")
 @dataclass(frozen=True)
 class Afc(ProxyMethod):
     """``importance_weight`` is the authors' for CIFAR-100; for ImageNet it is 10."""
-
-    name = "afc"
-    description = "distillation of maps weighted by the importance of their channels, PODNet's classifier"
 
     importance_weight: float = 4.0
 

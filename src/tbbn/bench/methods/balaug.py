@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tbbn.bench.methods.ft import FineTune
+from tbbn.registry import register_method
 
 
+@register_method("balaug", "fine-tuning on batches balanced by strongly augmented views of the memory")
 @dataclass(frozen=True)
 class BalancedAugmentation(FineTune):
     """``views_per_task`` is the number of views for each past task: the ratio of current to memory rows in a batch."""
 
-    name = "balaug"
-    description = "fine-tuning on batches balanced by strongly augmented views of the memory"
     limits: ClassVar = {"views_per_task": (0, math.inf)}
 
     views_per_task: int = 3

@@ -88,8 +88,6 @@ class Stage(Protocol):
 class Method:
     """The base of every method; as it stands, it has no loss."""
 
-    name: ClassVar[str] = ""
-    description: ClassVar[str] = ""
     needs_previous: ClassVar[bool] = False  # whether ``loss`` wants the previous network's output
     last_relu: ClassVar[bool] = True  # whether features are taken after the backbone's last ReLU
     uses_memory: ClassVar[bool] = True
@@ -139,33 +137,33 @@ class Method:
         return output.logits
 
 
-def make_method(kind: type[Method], options: dict[str, Any]) -> Method:
-    """A method with these hyper-parameters; a name or a type it does not take is a clear error."""
+def make_method(method: str, kind: type[Method], options: Mapping[str, Any]) -> Method:
+    """A method with these hyper-parameters; an unknown option or a wrong value is an error that names the method."""
     known = {f.name: f for f in fields(kind)}
     checked = {}
     for name, value in options.items():
         if name not in known:
             if not known:
-                raise UserError(f"[method] {kind.name!r} takes no options, got {name!r}.")
-            raise unknown_name(f"option of method {kind.name!r}:", name, known)
+                raise UserError(f"[method] {method!r} takes no options, got {name!r}.")
+            raise unknown_name(f"option of method {method!r}:", name, known)
         default = known[name].default
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if type(value) is not type(default):
             raise UserError(
-                f"[method] {kind.name}.{name} must be of type {type(default).__name__} (default {default!r}), got {value!r}."
+                f"[method] {method}.{name} must be of type {type(default).__name__} (default {default!r}), got {value!r}."
             )
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            _check_range(kind, name, value)
+            _check_range(method, kind, name, value)
         checked[name] = value
     return kind(**checked)
 
 
-def _check_range(kind: type[Method], name: str, value: float) -> None:
+def _check_range(method: str, kind: type[Method], name: str, value: float) -> None:
     if name in kind.limits:
         low, high = kind.limits[name]
         if not low < value < high:
             allowed = f"above {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-            raise UserError(f"[method] {kind.name}.{name} must be {allowed}, got {value!r}.")
+            raise UserError(f"[method] {method}.{name} must be {allowed}, got {value!r}.")
     elif not 0 <= value < math.inf:
-        raise UserError(f"[method] {kind.name}.{name} must be at least 0 and finite, got {value!r}.")
+        raise UserError(f"[method] {method}.{name} must be at least 0 and finite, got {value!r}.")

@@ -19,6 +19,7 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, Stage
 from tbbn.bench.methods.terms import cross_entropy, shared_distillation
 from tbbn.bench.models import Head, LinearHead, Network, Output
+from tbbn.registry import register_method
 
 
 class BiasCorrectedHead(LinearHead):
@@ -49,10 +50,9 @@ class BiasCorrectedHead(LinearHead):
         return torch.cat([p.expand(n) for p, n in zip(parameters, self.task_sizes, strict=True)])
 
 
+@register_method("bic", "distillation, then a scale and an offset of the new logits fitted on held-out rows")
 @dataclass(frozen=True)
 class BiasCorrection(Method):
-    name = "bic"
-    description = "distillation, then a scale and an offset of the new logits fitted on held-out rows"
     needs_previous = True
     limits: ClassVar = {"temperature": (0, math.inf), "held_out": (0, 1)}
 

@@ -24,6 +24,7 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Stage
 from tbbn.bench.methods.terms import cross_entropy
 from tbbn.bench.models import Output
+from tbbn.registry import register_method
 
 ROWS, LOGITS, WIDTHS = "dark_rows", "dark_logits", "dark_widths"  # (M,) ascending, (M, classes), (M,) classes stored
 
@@ -34,11 +35,9 @@ def _places(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return place, rows[place] == wanted
 
 
+@register_method("derpp", "dark experience replay++: replayed rows also match the logits stored with them")
 @dataclass(frozen=True)
 class DarkExperienceReplay(Method):
-    name = "derpp"
-    description = "dark experience replay++: replayed rows also match the logits stored with them"
-
     alpha: float = 0.1
     beta: float = 0.5
 

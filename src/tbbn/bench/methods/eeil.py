@@ -17,8 +17,10 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, Stage
 from tbbn.bench.methods.terms import cross_entropy, soft_binary_cross_entropy
 from tbbn.bench.models import Output
+from tbbn.registry import register_method
 
 
+@register_method("eeil", "distillation head by head, then a phase on class-balanced rows")
 @dataclass(frozen=True)
 class EndToEnd(Method):
     """``skip_newest_head`` and ``unbalanced_phase`` reproduce mistakes of released programs.
@@ -27,8 +29,6 @@ class EndToEnd(Method):
     lets the second phase train on the batches of the first.
     """
 
-    name = "eeil"
-    description = "distillation head by head, then a phase on class-balanced rows"
     needs_previous = True
     limits: ClassVar = {"temperature": (0, math.inf)}
 

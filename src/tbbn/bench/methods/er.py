@@ -12,13 +12,12 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method
 from tbbn.bench.methods.terms import cross_entropy
 from tbbn.bench.models import Output
+from tbbn.registry import register_method
 
 
+@register_method("er", "experience replay: cross-entropy of the current and of the memory rows, each a mean of its own")
 @dataclass(frozen=True)
 class ExperienceReplay(Method):
-    name = "er"
-    description = "experience replay: cross-entropy of the current and of the memory rows, each a mean of its own"
-
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         losses = {"ce": cross_entropy(output.logits[batch.current], batch.labels[batch.current])}
         if batch.n_memory:

@@ -17,14 +17,14 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Stage
 from tbbn.bench.methods.terms import class_means, cross_entropy
 from tbbn.bench.models import Output
+from tbbn.registry import register_method
 
 MEANS = "exemplar_means"  # (classes, D), zero for a class without exemplars
 
 
+@register_method("icarl", "sigmoid distillation and nearest-mean-of-exemplars classification")
 @dataclass(frozen=True)
 class Icarl(Method):
-    name = "icarl"
-    description = "sigmoid distillation and nearest-mean-of-exemplars classification"
     needs_previous = True
 
     kd: float = 1.0

@@ -17,6 +17,7 @@ from tbbn.bench.methods.base import Stage
 from tbbn.bench.methods.ft import FineTune
 from tbbn.bench.methods.terms import class_means
 from tbbn.bench.models import Output
+from tbbn.registry import register_method
 
 LEARNT, CONFIDENCE, FACTORS = "learnt_scores", "confidence", "factors"  # (classes,), (classes,) its task's, (classes,)
 
@@ -28,11 +29,9 @@ def _own_scores(stage: Stage, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return means[:, 0], counts, scores.amax(1).mean()
 
 
+@register_method("il2m", "fine-tuning, past scores rectified by statistics kept from when they were learnt")
 @dataclass(frozen=True)
 class Il2m(FineTune):
-    name = "il2m"
-    description = "fine-tuning, past scores rectified by statistics kept from when they were learnt"
-
     def after_training(self, stage: Stage) -> None:
         # Before the memory shrinks: the more exemplars, the better the means.
         network, n_old = stage.network, stage.n_old_classes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tbbn.bench.methods.ft import FineTune
+from tbbn.registry import register_method
 
 
+@register_method("joint", "all data of all tasks so far: the upper bound")
 @dataclass(frozen=True)
 class Joint(FineTune):
-    name = "joint"
-    description = "all data of all tasks so far: the upper bound"
     uses_memory = False
     all_data = True

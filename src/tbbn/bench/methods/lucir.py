@@ -18,12 +18,12 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, Stage
 from tbbn.bench.methods.terms import cosine_distance, cross_entropy
 from tbbn.bench.models import CosineHead, Head, Output
+from tbbn.registry import register_method
 
 
+@register_method("lucir", "cosine classifier, feature distillation and margin ranking")
 @dataclass(frozen=True)
 class Lucir(Method):
-    name = "lucir"
-    description = "cosine classifier, feature distillation and margin ranking"
     needs_previous = True
     last_relu = False
     limits: ClassVar = {"top_k": (0, math.inf)}

@@ -13,13 +13,12 @@ from tbbn.bench.methods.base import Losses
 from tbbn.bench.methods.proxy import ProxyMethod
 from tbbn.bench.methods.terms import cosine_distance, pod_spatial
 from tbbn.bench.models import Output
+from tbbn.registry import register_method
 
 
+@register_method("podnet", "distillation of pooled maps, a classifier of several proxies a class")
 @dataclass(frozen=True)
 class PodNet(ProxyMethod):
-    name = "podnet"
-    description = "distillation of pooled maps, a classifier of several proxies a class"
-
     pod_flat: float = 1.0
     pod_spatial: float = 3.0
 

@@ -17,14 +17,14 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method
 from tbbn.bench.methods.terms import cross_entropy, soft_kl
 from tbbn.bench.models import Output
+from tbbn.registry import register_method
 
 
+@register_method("ssil", "separated softmax and task-wise distillation")
 @dataclass(frozen=True)
 class SeparatedSoftmax(Method):
     """``kd_last_task_only`` reproduces a mistake of the paper's program: of the sum over k only the last term is left."""
 
-    name = "ssil"
-    description = "separated softmax and task-wise distillation"
     needs_previous = True
     limits: ClassVar = {"temperature": (0, math.inf)}
 

@@ -16,12 +16,12 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Stage
 from tbbn.bench.methods.terms import cross_entropy, norm_ratio, shared_distillation
 from tbbn.bench.models import Output
+from tbbn.registry import register_method
 
 
+@register_method("wa", "distillation, then new weights rescaled to the length of old ones")
 @dataclass(frozen=True)
 class WeightAligning(Method):
-    name = "wa"
-    description = "distillation, then new weights rescaled to the length of old ones"
     needs_previous = True
     limits: ClassVar = {"temperature": (0, math.inf)}
 

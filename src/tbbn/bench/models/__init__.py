@@ -13,7 +13,8 @@ from tbbn.bench.models.base import Backbone, Features, seeded_init
 from tbbn.bench.models.heads import CosineHead, Head, LinearHead, ProxyHead
 from tbbn.bench.models.network import Network, Output
 from tbbn.bench.models.small import SmallNet
-from tbbn.errors import UserError, unknown_name
+from tbbn.errors import UserError
+from tbbn.registry import BACKBONES
 
 __all__ = [
     "Backbone",
@@ -26,14 +27,13 @@ __all__ = [
     "Output",
     "ProxyHead",
     "backbone",
-    "backbones",
     "seeded_init",
 ]
 
 _DEPTHS_18, _DEPTHS_34 = (2, 2, 2, 2), (3, 4, 6, 3)
 
 # name: (description, build(in_channels, last_relu))
-_BACKBONES: dict[str, tuple[str, Callable[[int, bool], Backbone]]] = {
+_BUILT_IN: dict[str, tuple[str, Callable[[int, bool], Backbone]]] = {
     "small": ("three conv-norm-ReLU blocks, 32-64-64 channels, for 8 to 32 px", SmallNet),
     "resnet20": ("CIFAR ResNet, 3 x 3 blocks, 16-32-64 channels", partial(resnet.cifar_resnet, 20)),
     "resnet32": ("CIFAR ResNet, 3 x 5 blocks, 16-32-64 channels (the paper's)", partial(resnet.cifar_resnet, 32)),
@@ -57,9 +57,8 @@ _BACKBONES: dict[str, tuple[str, Callable[[int, bool], Backbone]]] = {
 }
 
 
-def backbones() -> dict[str, str]:
-    """Every backbone's name and what it is."""
-    return {name: description for name, (description, _) in _BACKBONES.items()}
+for _name, (_description, _build) in _BUILT_IN.items():
+    BACKBONES.register(_name, _build, _description, {})
 
 
 def backbone(
@@ -69,10 +68,9 @@ def backbone(
 
     `last_relu=False` takes away the ReLU before the pooling, so that features may be negative (LUCIR, PODNet).
     """
-    if name not in _BACKBONES:
-        raise unknown_name("backbone", name, _BACKBONES)
+    build = BACKBONES.get(name)
     if in_channels < 1:
         raise UserError(f"backbone {name!r}: in_channels must be at least 1, got {in_channels}.")
-    _, build = _BACKBONES[name]
     with seeded_init(generator):
-        return build(in_channels, last_relu)
+        made: Backbone = build(in_channels, last_relu)
+    return made
