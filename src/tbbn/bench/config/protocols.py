@@ -64,13 +64,14 @@ PAPER_DATA: dict[str, Values] = {
     "cifar10": {"batch.augment": "padded-resized"},
     "cifar100": {"batch.augment": "padded-resized"},
     "dissimilar": {"batch.augment": "padded-resized"},
-    "imagenet100": {"memory.selection": "random"},
+    "imagenet100": {"memory.selection": "random", "data.class_order": "icarl"},  # one order for every seed
 }
 # PODNet and AFC were run with their own programs' settings, with batches of 96 + 32.
 _POD: Values = {
     "backbone": "resnet32-podnet",
     "data.validation": 0.0,
     "memory.rounding": "floor",
+    "memory.selection": "herding",
     "memory.shrink": "truncate",
     "batch.size": 128,
     "batch.augment": "shift-brightness",
