@@ -143,7 +143,7 @@ def training(folder: Path, device: str, crop: int, rounds: int) -> dict[str, Any
     for how in ("no", "yes", "no", "yes"):
         times: list[float] = []
         job = Run(resolve(("benchmark", {**settings, "data.stream": how})))
-        for event in job.recorded(None):
+        for event in job.events():
             if isinstance(event, Stepped) and event.step in (8, event.steps - 1):
                 if device == "cuda":
                     torch.cuda.synchronize()

@@ -206,7 +206,7 @@ def finished(chosen: RunConfig, eager_steps: int) -> tuple[Run, int]:
     graphs = set()
     try:
         job = Run(chosen)
-        for _ in job.recorded(None):
+        for _ in job.events():
             graphs |= {step.graph for step in job.steps.values() if isinstance(step, Captured) and step.graph}
     finally:
         Captured.EAGER_STEPS = before

@@ -27,6 +27,7 @@ from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.data import loading
 from tbbn.bench.engine import Run
 from tbbn.bench.runs import state
+from tbbn.bench.runs.saved import saved
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -70,7 +71,7 @@ def train(chosen: RunConfig, directory: Path | None) -> tuple[float, float]:
     """Seconds of a run by the clock and by the processor, its preparation aside."""
     job = Run(chosen)
     began, worked = time.perf_counter(), time.process_time()
-    for _ in job.recorded(directory):
+    for _ in job.events() if directory is None else saved(job, directory):
         pass
     return time.perf_counter() - began, time.process_time() - worked
 

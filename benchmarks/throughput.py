@@ -68,7 +68,7 @@ def config(threads: int) -> RunConfig:
 
 def steps_of(job: Run) -> Iterator[None]:
     """One item a training step; what an epoch's beginning and end cost is in the step they come with."""
-    return (None for event in job.recorded(None) if isinstance(event, Stepped))
+    return (None for event in job.events() if isinstance(event, Stepped))
 
 
 def bare_network() -> tuple[Network, torch.optim.Optimizer]:

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from tbbn.bench.config import RunConfig, resolve
-from tbbn.bench.engine import Event, Run, Stepped, run
+from tbbn.bench.engine import Event, Run, Stepped
 from tbbn.bench.engine.task import LearningStage
 from tbbn.bench.runs import checkpoint, state
+from tbbn.bench.runs.saved import run_saved
 from tbbn.bench.runs.sweep import parse_choice
 from tbbn.bench.runs.verify import verify
 
@@ -44,7 +45,7 @@ def settings(method: str) -> RunConfig:
 
 def left_alone(config: RunConfig) -> Run:
     job = Run(config)
-    for _ in job.recorded(None):
+    for _ in job.events():
         pass
     return job
 
@@ -54,7 +55,7 @@ def in_pieces(config: RunConfig, directory: Path, pauses: Iterable[int]) -> tupl
     places = set()
     for pause in (*pauses, 10**6):
         asked = iter(range(1, 10**7))
-        record = run(config, directory=directory, stop=lambda asked=asked, pause=pause: next(asked) >= pause)  # type: ignore[misc]
+        record = run_saved(config, directory, stop=lambda asked=asked, pause=pause: next(asked) >= pause)  # type: ignore[misc]
         if record.status == "finished":
             break
         saved = checkpoint.load(directory)
@@ -130,7 +131,7 @@ def trap(place: str, calls: int) -> Callable[[Event], None]:
 def child(config: RunConfig, directory: Path, place: str = "", calls: int = 0) -> int:
     pid = os.fork()
     if pid == 0:
-        run(config, directory=directory, every=0.0, on_event=trap(place, calls))
+        run_saved(config, directory, every=0.0, on_event=trap(place, calls))
         os._exit(0)
     return pid
 

@@ -51,7 +51,7 @@ def tiny(**settings: Any) -> RunConfig:
 def finish(config: RunConfig, look: Callable[[Run, Event], None] | None = None) -> Run:
     """The run after its end; ``look`` sees it after every event."""
     job = Run(config)
-    for event in job.recorded(None):
+    for event in job.events():
         if look is not None:
             look(job, event)
     return job

@@ -98,7 +98,7 @@ def test_several_norms_and_seeds_give_one_table_and_one_picture(runs: Path) -> N
 
 
 def test_a_finished_run_is_not_run_again(runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "run", lambda *_, **__: pytest.fail("ran again"))
+    monkeypatch.setattr(sweep, "run_saved", lambda *_, **__: pytest.fail("ran again"))
     words = ["run", *TINY, "--norm", "bn,gn(groups=8)", "--seeds", "2", "--out", str(runs.parent), "--name", "few"]
     assert main(words) == 0
     said = capsys.readouterr()
@@ -407,14 +407,14 @@ def test_a_diverged_run_has_an_exit_code_of_its_own(tmp_path: Path, capsys: Capt
 def test_a_failed_run_of_several_has_an_exit_code_too(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = sweep.run
+    real = sweep.run_saved
 
-    def failing(config: Any, **options: Any) -> Any:
+    def failing(config: Any, directory: Path, **options: Any) -> Any:
         if config.seed == 0:
             raise RuntimeError("out of luck")
-        return real(config, **options)
+        return real(config, directory, **options)
 
-    monkeypatch.setattr(sweep, "run", failing)
+    monkeypatch.setattr(sweep, "run_saved", failing)
     assert main(["run", *TINY, "--seeds", "2", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert "ft + bn, seed 0: failed: RuntimeError: out of luck" in said.err

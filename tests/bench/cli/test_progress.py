@@ -12,7 +12,7 @@ from tbbn.bench.cli.progress import Bars, Lines, Quiet, progress
 from tbbn.bench.config import resolve
 from tbbn.bench.engine import EpochEnded, Stepped, TaskEnded
 from tbbn.bench.engine.events import Position
-from tbbn.bench.runs.record import Record, new_record
+from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.runs.sweep import Job
 
 

@@ -50,7 +50,7 @@ def config(method: str, norm: str, scenario: str, **more: Any) -> RunConfig:
 def test_any_method_with_any_norm_in_any_scenario(method: str, norm: str, scenario: str) -> None:
     job = Run(config(method, norm, scenario))
     main: Counter[int] = Counter()
-    for event in job.recorded(None):
+    for event in job.events():
         if isinstance(event, Stepped) and event.position.phase == 0:
             main[event.position.task] += 1
     record = job.record
@@ -75,7 +75,7 @@ def test_any_method_with_any_norm_in_any_scenario(method: str, norm: str, scenar
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_runs_without_any_memory(method: str) -> None:
     record = Run(config(method, "tbbn", "base task", **{"memory.budget": 0}))
-    for _ in record.recorded(None):
+    for _ in record.events():
         pass
     assert record.record.status == "finished" and record.record.exemplars == [0, 0, 0]
 
@@ -83,6 +83,6 @@ def test_a_method_runs_without_any_memory(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_runs_when_its_parts_are_forwarded_separately(method: str) -> None:
     job = Run(config(method, "bn", "base task", **{"batch.forward": "separate"}))
-    for _ in job.recorded(None):
+    for _ in job.events():
         pass
     assert job.record.status == "finished"

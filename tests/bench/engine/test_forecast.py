@@ -12,7 +12,7 @@ from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.data import loading
 from tbbn.bench.data.types import Source, Split
 from tbbn.bench.engine.forecast import forecast
-from tbbn.bench.engine.loop import scenario_of
+from tbbn.bench.engine.setup import scenario_of
 from tbbn.errors import UserError
 
 

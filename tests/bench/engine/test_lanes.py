@@ -12,7 +12,9 @@ from tinyrun import finish, tiny
 from tbbn.bench.engine import Event, Stepped, TaskEnded, run_lanes
 from tbbn.bench.engine.events import EpochEnded, Position
 from tbbn.bench.engine.lanes import Growth
-from tbbn.bench.runs.record import Record, load_record
+from tbbn.bench.engine.record import Record
+from tbbn.bench.runs.record import load_record
+from tbbn.bench.runs.saved import run_lanes_saved
 from tbbn.errors import UserError
 from tbbn.registry import METHODS
 
@@ -63,7 +65,7 @@ def test_more_lanes_than_runs_is_no_mistake() -> None:
 def test_a_lane_that_cannot_begin_is_marked_failed(tmp_path: Path) -> None:
     configs = [tiny(), tiny(data__name="folder:/nowhere"), tiny(seed=1)]
     places = [tmp_path / str(i) for i in range(3)]
-    records = run_lanes(configs, 3, directories=places)
+    records = run_lanes_saved(configs, places, 3)
     assert [r.status for r in records] == ["finished", "failed", "finished"]
     assert records[1].message.startswith("UserError: ") and "/nowhere" in records[1].message
     assert load_record(places[1]).status == "failed"
@@ -83,10 +85,10 @@ def test_a_lane_that_breaks_on_the_way_keeps_what_it_had(tmp_path: Path, monkeyp
     monkeypatch.setattr(kind, "loss", breaking)
     configs = [tiny(method__name="er"), tiny(), tiny(seed=1, norm__name="tbbn")]
     ended: dict[int, str] = {}
-    records = run_lanes(
+    records = run_lanes_saved(
         configs,
+        [tmp_path / str(i) for i in range(3)],
         2,
-        directories=[tmp_path / str(i) for i in range(3)],
         on_end=lambda number, record: ended.update({number: record.status}),
     )
     assert [r.status for r in records] == ["failed", "finished", "finished"]
@@ -112,10 +114,10 @@ def test_once_told_to_stop_no_lane_begins_and_those_at_work_are_interrupted(tmp_
 
     configs = [tiny(seed=seed) for seed in range(3)]
     places = [tmp_path / str(i) for i in range(3)]
-    stopped = run_lanes(configs, 2, directories=places, on_event=event, stop=lambda: steps >= 7)
+    stopped = run_lanes_saved(configs, places, 2, on_event=event, stop=lambda: steps >= 7)
     assert [r.status for r in stopped] == ["interrupted"] * 3
     assert steps <= 9 and not places[2].exists()
-    resumed = run_lanes(configs, 2, directories=places)
+    resumed = run_lanes_saved(configs, places, 2)
     for config, record in zip(configs, resumed, strict=True):
         assert told(record) == told(finish(config).record)
 

@@ -22,10 +22,11 @@ from torch.nn import functional as F
 from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded, run
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.phase import Hyper, settings
+from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.step import Step
 from tbbn.bench.methods import Phase
 from tbbn.bench.models import Network
-from tbbn.bench.runs.record import Record
+from tbbn.bench.runs.saved import run_saved
 from tbbn.errors import UserError
 from tbbn.registry import METHODS
 
@@ -52,7 +53,7 @@ from dataclasses import asdict
 from tbbn.bench.config import resolve
 from tbbn.bench.engine.loop import Run
 job = Run(resolve(("test", json.loads(sys.argv[1]))))
-for _ in job.recorded(None): pass
+for _ in job.events(): pass
 record = job.record
 digest = hashlib.sha256(json.dumps([record.accuracy, record.history, record.class_order, record.errors]).encode())
 for name, tensor in sorted({**job.network.state_dict(), **record.predictions}.items()):
@@ -444,7 +445,7 @@ def test_gradients_are_clipped_before_the_step(setting: str, limit: float, monke
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_and_is_recorded(tmp_path: Path) -> None:
-    record = run(tiny(train__lr=1e20), directory=tmp_path)
+    record = run_saved(tiny(train__lr=1e20), tmp_path)
     assert record.status == "diverged"
     assert "not finite" in record.message and "task 1" in record.message
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "diverged"
@@ -562,7 +563,7 @@ def test_the_record_is_saved_after_every_task(tmp_path: Path) -> None:
             file = tmp_path / "record.json"
             rows.append(len(json.loads(file.read_text())["accuracy"]) if file.exists() else 0)
 
-    run(tiny(), directory=tmp_path, on_event=look)
+    run_saved(tiny(), tmp_path, on_event=look)
     assert rows == [0, 1, 2]
     tree = json.loads((tmp_path / "record.json").read_text())
     assert tree["status"] == "finished" and len(tree["accuracy"]) == 3
@@ -580,7 +581,7 @@ def test_the_record_is_saved_after_every_task(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_run_is_said_before_training(settings: dict[str, Any], line: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=line):
-        run(tiny(**settings), directory=tmp_path / "run")
+        run_saved(tiny(**settings), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -624,7 +625,7 @@ def test_a_run_on_a_cpu_touches_the_number_of_threads_alone_and_puts_it_back(mon
     for name in ("_cuda_settings", "_set_cuda"):
         monkeypatch.setattr(f"tbbn.bench.engine.phase.{name}", touched)
     before = torch.get_num_threads()
-    seen = [torch.get_num_threads() for _ in Run(tiny(threads=before + 1, train__epochs=1)).recorded(None)]
+    seen = [torch.get_num_threads() for _ in Run(tiny(threads=before + 1, train__epochs=1)).events()]
     assert set(seen) == {before + 1} and torch.get_num_threads() == before
 
 

@@ -12,6 +12,7 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.engine import Stepped, step
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.methods import Losses
+from tbbn.bench.runs.saved import saved
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_working_copies_leave_frozen_weights_without_a_gradient() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_ends_the_run_in_its_epoch_though_every_loss_was(bad: float) -> None:
     job = Run(tiny(train__epochs=1))
-    for event in job.recorded(None):
+    for event in job.events():
         if isinstance(event, Stepped) and event.step == event.steps:
             with torch.no_grad():
                 next(job.network.parameters())[0, 0, 0, 0] = bad
@@ -73,10 +74,10 @@ def test_the_steps_before_a_bad_loss_are_counted_over_a_stop(tmp_path: Path) -> 
 
     losses, step.Step.losses = step.Step.losses, bad  # type: ignore[method-assign]
     try:
-        for _ in job.recorded(tmp_path, stop=lambda: len(seen) == 2):
+        for _ in saved(job, tmp_path, stop=lambda: len(seen) == 2):
             pass
         again = Run(config)
-        for _ in again.recorded(tmp_path):
+        for _ in saved(again, tmp_path):
             pass
     finally:
         step.Step.losses = losses  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from tbbn.bench.data.packed.pack import pack
 from tbbn.bench.data.packed.stream import Prefetcher, StreamedImages
 from tbbn.bench.engine import Stepped
 from tbbn.bench.engine.loop import Run
+from tbbn.bench.runs.saved import saved
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +105,11 @@ def test_a_streamed_run_goes_on_in_the_middle_of_an_epoch(place: Path, tmp_path:
         return steps >= 5
 
     first = Run(config)
-    for event in first.recorded(tmp_path, stop=stop):
+    for event in saved(first, tmp_path, stop=stop):
         steps += isinstance(event, Stepped)
     assert first.record.status == "interrupted" and first.position.step
     second = Run(config)
-    for _ in second.recorded(tmp_path):
+    for _ in saved(second, tmp_path):
         pass
     assert second.record.status == "finished"
     same(second, whole)

@@ -16,7 +16,7 @@ from fuzzing import TINY, call, cases, folder, judge
 from hypothesis import strategies as st
 
 from tbbn.bench import config
-from tbbn.bench.engine import run
+from tbbn.bench.runs.saved import run_saved
 
 FILES = (
     "record.json",
@@ -53,8 +53,8 @@ def originals() -> dict[str, Path]:
         count += 1
         return count == 7
 
-    run(settings, directory=made / "finished")
-    run(settings, directory=made / "stopped", stop=stop)
+    run_saved(settings, made / "finished")
+    run_saved(settings, made / "stopped", stop=stop)
     return {name: made / name for name in ("finished", "stopped")}
 
 

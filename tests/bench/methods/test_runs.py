@@ -9,7 +9,7 @@ import pytest
 
 from tbbn.bench.config import resolve
 from tbbn.bench.engine import run
-from tbbn.bench.runs.record import Record
+from tbbn.bench.engine.record import Record
 from tbbn.registry import METHODS
 
 SHORT: dict[str, dict[str, Any]] = {

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tbbn.bench.config import resolve, to_dict
+from tbbn.bench.engine.record import Record
 from tbbn.bench.report.plots import accuracy_curves
-from tbbn.bench.runs.record import Record
 from tbbn.errors import UserError
 
 

@@ -19,11 +19,12 @@ from tinyrun import tiny
 from torch import Tensor
 
 from tbbn.bench.cli.main import main
-from tbbn.bench.engine import Run, run
+from tbbn.bench.engine import Run
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.step import Step
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.record import load_record
+from tbbn.bench.runs.saved import run_saved
 from tbbn.bench.runs.verify import verify
 from tbbn.errors import UserError
 
@@ -64,7 +65,7 @@ def test_a_process_told_to_stop_saves_itself_and_says_so_by_its_exit_code(number
     assert stopped.status == "interrupted" and verify(tmp_path / "x")
     saved = checkpoint.load(tmp_path / "x")
     assert saved is not None and saved[0]["position"] != {"task": 0, "phase": 0, "epoch": 0, "step": 0}
-    record = run(stopped.run_config, directory=tmp_path / "x")
+    record = run_saved(stopped.run_config, tmp_path / "x")
     assert record.status == "finished"
     assert record.history == left_alone(stopped.run_config).record.history
 
@@ -100,24 +101,24 @@ def test_a_run_stopped_after_any_step_continues_exactly(settings: dict[str, Any]
 
 
 def test_a_finished_directory_is_not_trained_again(tmp_path: Path) -> None:
-    first = run(tiny(), directory=tmp_path)
+    first = run_saved(tiny(), tmp_path)
     events: list[object] = []
-    again = run(tiny(), directory=tmp_path, on_event=events.append)
+    again = run_saved(tiny(), tmp_path, on_event=events.append)
     assert events == []
     assert again.accuracy == first.accuracy
     assert again.status == "finished"
 
 
 def test_a_directory_of_another_config_is_refused(tmp_path: Path) -> None:
-    run(tiny(), directory=tmp_path)
+    run_saved(tiny(), tmp_path)
     with pytest.raises(UserError, match="holds a run of another config"):
-        run(tiny(seed=1), directory=tmp_path)
+        run_saved(tiny(seed=1), tmp_path)
 
 
 def _half_way(directory: Path) -> None:
     """Two checkpoints: after the first task, and after some steps of the second."""
     asked = iter(range(10**6))
-    run(tiny(), directory=directory, every=0.0, stop=lambda: next(asked) > 12)
+    run_saved(tiny(), directory, every=0.0, stop=lambda: next(asked) > 12)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
@@ -129,7 +130,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage: str, tmp
     file.write_bytes(
         {"truncated": content[: len(content) // 2], "flipped": content, "empty": b"", "foreign": b"x" * 99}[damage]
     )
-    record = run(tiny(), directory=tmp_path)
+    record = run_saved(tiny(), tmp_path)
     expected = left_alone(tiny())
     assert record.status == "finished"
     assert record.history == expected.record.history
@@ -142,7 +143,7 @@ def test_two_damaged_checkpoints_are_named_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"checkpoint.safetensors: damaged.*checkpoint.previous.safetensors: damaged"
     ) as error:
-        run(tiny(), directory=tmp_path)
+        run_saved(tiny(), tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -177,13 +178,13 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("tbbn.bench.runs.record.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        run(tiny(), directory=tmp_path, every=0.0)
+        run_saved(tiny(), tmp_path, every=0.0)
     monkeypatch.undo()
     assert not list(tmp_path.glob(".*.safetensors.*")), "nothing half-written is left"
     after = checkpoint.load(tmp_path)
     assert after is not None
     assert after[0]["position"] == before[0]["position"]
-    assert run(tiny(), directory=tmp_path).history == left_alone(tiny()).record.history
+    assert run_saved(tiny(), tmp_path).history == left_alone(tiny()).record.history
 
 
 @pytest.fixture
@@ -220,17 +221,17 @@ def test_a_disk_that_is_really_full_leaves_the_last_good_checkpoint(
     assert load_record(directory).accuracy[:1] == record.accuracy  # a small record may fit where a checkpoint does not
     assert not list(directory.glob(".*.*.*")), "nothing half-written takes up room"
     filler.unlink()
-    assert run(tiny(), directory=directory).history == left_alone(tiny()).record.history
+    assert run_saved(tiny(), directory).history == left_alone(tiny()).record.history
 
 
 def test_a_second_process_is_told_that_the_run_is_taken(tmp_path: Path) -> None:
     with checkpoint.locked(tmp_path), pytest.raises(UserError, match="another process is working on this run"):
-        run(tiny(), directory=tmp_path)
-    assert run(tiny(), directory=tmp_path).status == "finished"  # the lock went with its holder
+        run_saved(tiny(), tmp_path)
+    assert run_saved(tiny(), tmp_path).status == "finished"  # the lock went with its holder
 
 
 def test_a_diverged_run_says_where_and_stops_within_the_epoch(tmp_path: Path) -> None:
-    record = run(tiny(train__lr=1e30, train__epochs=50), directory=tmp_path)
+    record = run_saved(tiny(train__lr=1e30, train__epochs=50), tmp_path)
     assert record.status == "diverged"
     assert "not finite in task 1, phase 'train', epoch" in record.message
     assert "since step" in record.message
@@ -247,7 +248,7 @@ def test_the_step_at_which_a_run_diverged_is_told_also_if_it_was_interrupted(
     if pause:
         asked = iter(range(10**6))
         # The end of an epoch is asked about as well as each step.
-        assert run(config, directory=tmp_path, stop=lambda: next(asked) >= pause).status == "interrupted"
+        assert run_saved(config, tmp_path, stop=lambda: next(asked) >= pause).status == "interrupted"
     real, done = Step.losses, iter(range(pause, 10**6))
 
     def spoilt(self: Step, *arguments: Any) -> dict[str, Tensor]:
@@ -255,7 +256,7 @@ def test_the_step_at_which_a_run_diverged_is_told_also_if_it_was_interrupted(
         return {name: term * float("nan") for name, term in terms.items()} if next(done) == 8 + 5 else terms
 
     monkeypatch.setattr(Step, "losses", spoilt)
-    record = run(config, directory=tmp_path)
+    record = run_saved(config, tmp_path)
     assert record.status == "diverged"
     assert "task 1, phase 'train', epoch 2, since step 6 of its kind of batch" in record.message
     assert "largest gradient in backbone." in record.message and "(nan)" in record.message
@@ -279,7 +280,7 @@ def test_the_other_runs_of_a_sweep_go_on_when_one_diverges(
 
 
 def test_saving_does_not_change_a_run(tmp_path: Path) -> None:
-    often = run(tiny(), directory=tmp_path, every=0.0)
+    often = run_saved(tiny(), tmp_path, every=0.0)
     assert often.history == left_alone(tiny()).record.history
 
 

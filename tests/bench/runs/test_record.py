@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tbbn.bench.config import read_toml, resolve, to_dict
-from tbbn.bench.engine import run
+from tbbn.bench.engine.record import SCHEMA, Record, new_record
 from tbbn.bench.runs import record as rec
-from tbbn.bench.runs.record import SCHEMA, Record, load_record, new_record, write_atomic
+from tbbn.bench.runs.record import load_record, save_record, write_atomic
+from tbbn.bench.runs.saved import run_saved
 from tbbn.errors import UserError
 
 TINY = {"data.name": "synthetic:4x12x4x8", "data.tasks": 2, "train.epochs": 1, "memory.budget": 8}
@@ -31,7 +32,7 @@ def made() -> Record:
 
 def test_a_record_saved_is_read_back_equal(tmp_path: Path) -> None:
     record = made()
-    record.save(tmp_path)
+    save_record(record, tmp_path)
     assert load_record(tmp_path) == record
     assert load_record(tmp_path / "record.json") == record
     assert load_record(tmp_path).run_config == record.run_config
@@ -39,14 +40,14 @@ def test_a_record_saved_is_read_back_equal(tmp_path: Path) -> None:
 
 def test_the_config_beside_the_record_is_the_same(tmp_path: Path) -> None:
     record = made()
-    record.save(tmp_path)
+    save_record(record, tmp_path)
     assert resolve(("file", read_toml(tmp_path / "config.toml"))) == record.run_config
 
 
 def test_the_file_holds_the_metrics_and_no_tensors(tmp_path: Path) -> None:
     record = made()
     record.predictions = {"task0": torch.zeros(3, dtype=torch.int16)}
-    record.save(tmp_path)
+    save_record(record, tmp_path)
     tree = json.loads((tmp_path / "record.json").read_text())
     assert tree["schema"] == SCHEMA and "predictions" not in tree
     assert tree["metrics"]["final_accuracy"] == pytest.approx((1 / 3 + 0.1) / 2)
@@ -99,11 +100,11 @@ def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypat
 
 def test_an_interrupted_save_leaves_the_record_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = made()
-    record.save(tmp_path)
+    save_record(record, tmp_path)
     record.status = "finished"
     monkeypatch.setattr(rec, "write_atomic", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        record.save(tmp_path)
+        save_record(record, tmp_path)
     assert load_record(tmp_path).status == "diverged"
 
 
@@ -142,7 +143,7 @@ def test_a_folder_without_a_record_says_where_runs_are(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no run here"):
         load_record(tmp_path / "missing")
     for name in "ab":
-        made().save(tmp_path / name)
+        save_record(made(), tmp_path / name)
     with pytest.raises(UserError, match=r"holds 2 runs, not one; give one of them, such as .*a\."):
         load_record(tmp_path)
 
@@ -152,7 +153,7 @@ def test_predictions_in_the_file_give_the_accuracies_of_the_record(tmp_path: Pat
 
     from tbbn.bench.data.loading import load
 
-    record = run(resolve(("test", TINY)), directory=tmp_path)
+    record = run_saved(resolve(("test", TINY)), tmp_path)
     found = load_file(tmp_path / "predictions.safetensors")
     source = load(TINY["data.name"])
     order = record.class_order

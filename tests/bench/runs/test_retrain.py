@@ -14,11 +14,12 @@ from killed import same
 from tinyrun import finish, tiny
 
 from tbbn.bench.cli.main import main
-from tbbn.bench.engine import Run, run
+from tbbn.bench.engine import Run
 from tbbn.bench.engine.phase import Hyper
 from tbbn.bench.runs import checkpoint, state
-from tbbn.bench.runs.record import load_record
+from tbbn.bench.runs.record import load_record, save_record
 from tbbn.bench.runs.retrain import retrain
+from tbbn.bench.runs.saved import run_saved
 from tbbn.errors import UserError
 
 
@@ -43,7 +44,7 @@ def problems(directory: Path, task: int, **options: Any) -> dict[str, str]:
     ids=lambda s: s.get("method__name", "-".join(s) or "ft"),
 )
 def test_every_task_trained_again_is_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
-    run(tiny(**{"norm__name": "tbbn", **settings}), directory=tmp_path)
+    run_saved(tiny(**{"norm__name": "tbbn", **settings}), tmp_path)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     for task in range(3):
         found = retrain(tmp_path, task)
@@ -55,7 +56,7 @@ def test_every_task_trained_again_is_the_same(settings: dict[str, Any], tmp_path
 
 def test_the_state_kept_is_that_of_a_run_which_stops_there(tmp_path: Path) -> None:
     config = tiny(method__name="lucir")
-    run(config, directory=tmp_path)
+    run_saved(config, tmp_path)
     found, tensors = checkpoint.read(tmp_path / "task-3.safetensors")
     assert found["position"] == {"task": 2, "phase": 0, "epoch": 0, "step": 0}
     assert not any(name.startswith(("momentum", "previous", "best")) for name in tensors), "nothing is there twice"
@@ -69,7 +70,7 @@ def test_the_state_kept_is_that_of_a_run_which_stops_there(tmp_path: Path) -> No
 
 
 def test_another_training_is_found_and_how_far_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tiny(), directory=tmp_path)
+    run_saved(tiny(), tmp_path)
     real = Hyper.lr_at
     monkeypatch.setattr(Hyper, "lr_at", lambda self, epoch: real(self, epoch) * (1 + 1e-3 * epoch))
     for task in (0, 1, 2):  # of the last one the newest checkpoint has the weights
@@ -84,7 +85,7 @@ def test_another_training_is_found_and_how_far_it_goes(tmp_path: Path, monkeypat
 
 
 def test_other_accuracies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = run(tiny(), directory=tmp_path)
+    record = run_saved(tiny(), tmp_path)
     real = Hyper.lr_at
     monkeypatch.setattr(Hyper, "lr_at", lambda self, epoch: real(self, epoch) * 1e-6)
     apart = problems(tmp_path, 0)["accuracy after task 1, retrained"]
@@ -92,24 +93,24 @@ def test_other_accuracies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unlike_environment_is_named_as_what_may_explain_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tiny(), directory=tmp_path)
+    run_saved(tiny(), tmp_path)
     record = load_record(tmp_path)
     record.environment |= {"torch": "2.0", "device": "cuda"}
     record.weights[0] = "f" * 64
-    record.save(tmp_path)
+    save_record(record, tmp_path)
     said = problems(tmp_path, 0)["weights after task 1, retrained"]
     assert "equality is promised on one device and torch version alone" in said
     assert f"device was cuda, is cpu, torch was 2.0, is {torch.__version__}" in said
     record.environment |= {"torch": torch.__version__, "device": "cpu"}
     record.resumed = [{"torch": "2.0"}]
-    record.save(tmp_path)
+    save_record(record, tmp_path)
     assert "continued in another environment" in problems(tmp_path, 0)["weights after task 1, retrained"]
     # The file at task 2's start is no longer what the record says task 1 ended with.
     assert problems(tmp_path, 1)["task-2.safetensors"] == "its weights are not those the record has after task 1."
 
 
 def test_a_training_that_diverges_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tiny(), directory=tmp_path)
+    run_saved(tiny(), tmp_path)
     monkeypatch.setattr(Hyper, "lr_at", lambda *_: 1e30)
     assert problems(tmp_path, 1)["task 2, retrained"].startswith("it diverged: the loss or a weight is not finite")
 
@@ -119,7 +120,7 @@ def test_tasks_are_kept_where_there_are_no_links(tmp_path: Path, monkeypatch: py
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refused)
-    run(tiny(), directory=tmp_path)
+    run_saved(tiny(), tmp_path)
     assert all((tmp_path / f"task-{n}.safetensors").stat().st_nlink == 1 for n in (2, 3))
     assert problems(tmp_path, 2) == {}
 
@@ -131,12 +132,12 @@ def test_which_tasks_are_kept(
     kept: str, limit: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "SMALL", limit)
-    run(tiny(save__tasks=kept), directory=tmp_path)
+    run_saved(tiny(save__tasks=kept), tmp_path)
     assert len(list(tmp_path.glob("task-*"))) == files
 
 
 def test_without_the_file_the_way_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tiny(save__tasks="none"), directory=tmp_path)
+    run_saved(tiny(save__tasks="none"), tmp_path)
     words = ["verify", str(tmp_path), "--retrain-task"]
     assert main([*words, "3"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
@@ -152,8 +153,8 @@ def test_without_the_file_the_way_is_told(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_mistakes_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tiny(data__stop_after=2), directory=tmp_path / "a")
-    run(tiny(data__stop_after=2, seed=1), directory=tmp_path / "b")
+    run_saved(tiny(data__stop_after=2), tmp_path / "a")
+    run_saved(tiny(data__stop_after=2, seed=1), tmp_path / "b")
     for task in (0, 3):
         assert main(["verify", str(tmp_path / "a"), "--retrain-task", str(task)]) == 2
         assert f"tasks that can be retrained are 1 to 2; got {task}." in capsys.readouterr().err
@@ -165,7 +166,7 @@ def test_mistakes_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_record_that_is_wrong_is_not_retrained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tiny(), directory=tmp_path)
+    run_saved(tiny(), tmp_path)
     file = tmp_path / "config.toml"
     file.write_text(file.read_text() + "\n")
     assert main(["verify", str(tmp_path), "--retrain-task", "1"]) == 1
@@ -175,8 +176,8 @@ def test_a_record_that_is_wrong_is_not_retrained(tmp_path: Path, capsys: pytest.
 
 def test_a_run_continued_elsewhere_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = iter(range(10**6))
-    run(tiny(), directory=tmp_path, stop=lambda: next(asked) > 5)
+    run_saved(tiny(), tmp_path, stop=lambda: next(asked) > 5)
     assert load_record(tmp_path).resumed == []
-    monkeypatch.setattr("tbbn.bench.runs.record.platform.machine", lambda: "another")
-    record = run(tiny(), directory=tmp_path)
+    monkeypatch.setattr("tbbn.bench.engine.record.platform.machine", lambda: "another")
+    record = run_saved(tiny(), tmp_path)
     assert record.status == "finished" and [e["machine"] for e in record.resumed] == ["another"]

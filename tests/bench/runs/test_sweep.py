@@ -9,8 +9,9 @@ import pytest
 
 from tbbn.bench.config import Choice
 from tbbn.bench.engine import Stepped
+from tbbn.bench.engine.record import Record
 from tbbn.bench.runs import sweep
-from tbbn.bench.runs.record import Record, load_record
+from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.sweep import (
     PLAN,
     Axes,
@@ -140,7 +141,7 @@ def test_events_and_ends_are_told_for_each_run_in_order(tmp_path: Path) -> None:
 def test_what_is_finished_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run_all(jobs(tmp_path, seeds=(0, 1)))
     before = contents(tmp_path)
-    monkeypatch.setattr(sweep, "run", lambda *_, **__: pytest.fail("ran again"))
+    monkeypatch.setattr(sweep, "run_saved", lambda *_, **__: pytest.fail("ran again"))
     ended: list[int] = []
     again = run_all(jobs(tmp_path, seeds=(0, 1)), on_end=lambda job, _: ended.append(job.config.seed))
     assert [r.accuracy for r in again] == [r.accuracy for r in first]
@@ -194,14 +195,14 @@ def test_overwriting_begins_anew_and_keeps_what_is_not_the_runs(tmp_path: Path) 
 
 
 def test_a_failing_run_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sweep.run
+    real = sweep.run_saved
 
-    def failing(config: Any, **options: Any) -> Record:
+    def failing(config: Any, directory: Path, **options: Any) -> Record:
         if config.seed == 1:
             raise RuntimeError("out of luck")
-        return real(config, **options)
+        return real(config, directory, **options)
 
-    monkeypatch.setattr(sweep, "run", failing)
+    monkeypatch.setattr(sweep, "run_saved", failing)
     records = run_all(jobs(tmp_path, seeds=(0, 1, 2)))
     assert [r.status for r in records] == ["finished", "failed", "finished"]
     assert records[1].message == "RuntimeError: out of luck"
@@ -237,7 +238,7 @@ def test_a_plan_is_there_before_the_first_run_and_gone_if_none_could_begin(
         seen.append(planned(tmp_path))
         raise UserError("no such data")
 
-    monkeypatch.setattr(sweep, "run", mistaken)
+    monkeypatch.setattr(sweep, "run_saved", mistaken)
     with pytest.raises(UserError, match="no such data"):
         run_all(made, plan=text)
     assert seen == [made] and list(tmp_path.iterdir()) == []

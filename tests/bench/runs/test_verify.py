@@ -17,6 +17,7 @@ from tbbn.bench.engine import run
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs import record as rec
 from tbbn.bench.runs.record import load_record
+from tbbn.bench.runs.saved import run_saved
 from tbbn.bench.runs.verify import verify
 
 FILES = {
@@ -32,7 +33,7 @@ FILES = {
 
 @pytest.fixture
 def done(tmp_path: Path) -> Path:
-    run(tiny(norm__name="tbbn"), directory=tmp_path)
+    run_saved(tiny(norm__name="tbbn"), tmp_path)
     return tmp_path
 
 
@@ -105,7 +106,7 @@ def test_a_flipped_bit_in_any_file_is_noticed_and_the_file_named(
 @pytest.fixture(scope="module")
 def run_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("once")
-    run(tiny(norm__name="tbbn"), directory=directory)
+    run_saved(tiny(norm__name="tbbn"), directory)
     return directory
 
 
@@ -116,7 +117,7 @@ def test_what_reads_a_damaged_record_says_so_in_one_line(done: Path, capsys: pyt
     assert main(["show", str(done)]) == 2
     assert "record.json: damaged: its content does not match its checksum. Delete it" in capsys.readouterr().err
     file.unlink()
-    again = run(tiny(norm__name="tbbn"), directory=done)
+    again = run_saved(tiny(norm__name="tbbn"), done)
     assert (again.accuracy, again.history, again.weights) == (first.accuracy, first.history, first.weights)
     assert problems(done) == {}
 
@@ -137,7 +138,7 @@ def test_a_run_killed_between_two_files_is_no_forgery(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(rec, "write_atomic", counted)
     monkeypatch.setattr(checkpoint, "write_atomic", counted)
-    run(config, directory=tmp_path / "whole", every=0.0)
+    run_saved(config, tmp_path / "whole", every=0.0)
     monkeypatch.undo()
     looked_at = 0
     for n in range(1, writes + 1):
@@ -154,12 +155,12 @@ def test_a_run_killed_between_two_files_is_no_forgery(tmp_path: Path, monkeypatc
             patched.setattr(checkpoint, "write_atomic", killed)
             if n < writes:
                 with pytest.raises(Killed):
-                    run(config, directory=directory, every=0.0)
+                    run_saved(config, directory, every=0.0)
         if (directory / "record.json").exists():
             looked_at += 1
             assert problems(directory) == {}
         if n % 9 == 0:
-            assert run(config, directory=directory).status == "finished"
+            assert run_saved(config, directory).status == "finished"
             assert problems(directory) == {}
     assert looked_at > 10
 
@@ -202,7 +203,7 @@ def test_the_command_says_true_or_wrong(done: Path, capsys: pytest.CaptureFixtur
 def test_resume_goes_on_with_what_was_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = iter(range(10**6))
     config = tiny(norm__name="tbbn")
-    assert run(config, directory=tmp_path / "a", stop=lambda: next(asked) > 9).status == "interrupted"
+    assert run_saved(config, tmp_path / "a", stop=lambda: next(asked) > 9).status == "interrupted"
     assert main(["resume", str(tmp_path), "--quiet", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["status"] == "finished"

@@ -78,7 +78,7 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
 
     from tbbn.accelerators.native import binding as native
     from tbbn.bench.data.loading import found
-    from tbbn.bench.runs.record import environment
+    from tbbn.bench.engine.record import environment
 
     facts = environment()
     for package in ("torchvision", "triton", "numpy", "rich", "matplotlib", "safetensors", "scikit-learn"):

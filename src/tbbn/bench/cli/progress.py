@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from tbbn.bench.config import RunConfig
 from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded
-from tbbn.bench.runs.record import Record
+from tbbn.bench.engine.record import Record
 from tbbn.bench.runs.sweep import Job
 from tbbn.errors import printable
 

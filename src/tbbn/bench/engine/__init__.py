@@ -3,5 +3,6 @@
 from tbbn.bench.engine.events import EpochEnded, Event, Stepped, TaskEnded, Waiting
 from tbbn.bench.engine.lanes import run_lanes
 from tbbn.bench.engine.loop import Run, run
+from tbbn.bench.engine.record import Record
 
-__all__ = ["EpochEnded", "Event", "Run", "Stepped", "TaskEnded", "Waiting", "run", "run_lanes"]
+__all__ = ["EpochEnded", "Event", "Record", "Run", "Stepped", "TaskEnded", "Waiting", "run", "run_lanes"]

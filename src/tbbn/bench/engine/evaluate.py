@@ -11,10 +11,10 @@ from tbbn.bench import metrics
 from tbbn.bench.config import RunConfig
 from tbbn.bench.data.device import DeviceDataset
 from tbbn.bench.data.scenario import Scenario, Task
+from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.task import evaluated
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network, Output
-from tbbn.bench.runs.record import Record
 from tbbn.errors import UserError
 
 

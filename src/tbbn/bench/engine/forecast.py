@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from tbbn.bench.config import RunConfig
-from tbbn.bench.data.batches import n_steps, parts
+from tbbn.bench.data.batches import n_steps
 from tbbn.bench.data.memory import ExemplarMemory
-from tbbn.bench.engine.loop import scenario_of
-from tbbn.bench.engine.validate import check, check_memory, load_source, make_memory, ratio
+from tbbn.bench.engine.setup import full_batch, load_source, memory_of, method_of, ratio_of, scenario_of
+from tbbn.bench.engine.validate import check, check_memory
 from tbbn.bench.methods import Method
-from tbbn.nn import splits
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,11 @@ class TaskForecast:
 
 def forecast(config: RunConfig) -> list[TaskForecast]:
     """One entry a task; later phases of a method are not counted."""
-    method = check(config)
+    check(config)
+    method = method_of(config)
     source = load_source(config)
     scenario = scenario_of(config, source)
-    store = make_memory(config)
+    store = memory_of(config)
     check_memory(method, store, scenario, source)
     sizes = torch.bincount(torch.cat([scenario.train_labels[t.train] for t in scenario.tasks])).tolist()
     stream = config.data.online and not method.all_data
@@ -45,24 +45,18 @@ def forecast(config: RunConfig) -> list[TaskForecast]:
     kept: list[float] = []  # exemplars of each class
     for task in scenario.tasks:
         images = sum(sizes[: task.classes.stop]) if method.all_data else len(task.train)
-        stores = stream and method.uses_memory and store.budget > 0
-        replays = bool(kept) or (stores and config.batch.memory_from == "all")
-        current, memory = _layout(config, method, task.number, replays)
-        if stream:  # cut by the current part from its first step, whether something is stored or not
-            current = parts(config.batch.size, ratio(config))[0]
-        rule = config.norm.dict().get("rule", "paper")
+        current, memory, r = full_batch(config, method, task.number)
         new, old = _left_to_train(method, sizes[task.classes.start : task.classes.stop], kept)
         new = images if method.all_data else new
         steps = n_steps(
             new + old if config.batch.current_from == "union" else new,
             old,
             batch_size=config.batch.size,
-            ratio=ratio(config),
+            ratio=ratio_of(config),
             length=config.batch.length,
             last=config.batch.last,
             stream=stream,
         )
-        r = splits(current, memory, task.number, rule) if memory else 1
         n_kept = round(sum(kept))
         entries.append(
             TaskForecast(task.number, len(task.classes), images, n_kept, current, memory, r, steps, config.train.epochs)
@@ -70,14 +64,6 @@ def forecast(config: RunConfig) -> list[TaskForecast]:
         if method.uses_memory and store.budget:
             kept = _kept(store, sizes[: task.classes.stop])
     return entries
-
-
-def _layout(config: RunConfig, method: Method, past_tasks: int, replays: bool) -> tuple[int, int]:
-    """Current and memory rows of a whole batch."""
-    if not replays:
-        return config.batch.size, 0
-    current, memory = parts(config.batch.size, ratio(config))
-    return current, memory * method.memory_views(past_tasks)
 
 
 def _left_to_train(method: Method, new: list[int], kept: list[float]) -> tuple[int, int]:

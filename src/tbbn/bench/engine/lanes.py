@@ -9,19 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 
 from tbbn.bench.config import RunConfig
-from tbbn.bench.engine import validate as check
 from tbbn.bench.engine.events import EpochEnded, Event, Stepped, Waiting
-from tbbn.bench.engine.loop import Run
-from tbbn.bench.runs.record import Record, new_record
+from tbbn.bench.engine.loop import Run, Stop
+from tbbn.bench.engine.record import Record, new_record
+from tbbn.bench.engine.setup import device_of
 from tbbn.errors import UserError
 
 OnEvent = Callable[[int, Event], None]
-Stop = Callable[[], bool]
+Drive = Callable[[int, Run], Iterator[Event]]
 MOST = 16  # lanes that are tried where their number is to be found
 
 
@@ -89,8 +88,8 @@ def _room(n: int) -> bool:
 class Lane:
     """One run, its stream, and what it is waiting for."""
 
-    def __init__(self, number: int, config: RunConfig, directory: Path | None, stop: Stop | None = None) -> None:
-        self.number, self.config, self.directory, self.stop = number, config, directory, stop
+    def __init__(self, number: int, config: RunConfig, drive: Drive) -> None:
+        self.number, self.config, self.drive = number, config, drive
         self.done: Callable[[], bool] | None = None
         self.stream: torch.cuda.Stream | None = None
         self.job: Run | None = None
@@ -106,10 +105,10 @@ class Lane:
         try:
             if self.events is None:
                 if torch.cuda.is_available() and self.config.device != "cpu":
-                    self.stream = torch.cuda.Stream(check.device(self.config))
+                    self.stream = torch.cuda.Stream(device_of(self.config))
                 with self._on_stream():
                     self.job = self._begun()
-                    self.events = self.job.recorded(self.directory, stop=self.stop)
+                    self.events = self.drive(self.number, self.job)
             with self._on_stream():
                 event = next(self.events)
             self.done = event.done if isinstance(event, Waiting) else None
@@ -120,8 +119,6 @@ class Lane:
         except Exception as error:  # one lane's failure must not end the others
             self.record = self.job.record if self.job is not None else new_record(self.config)
             self.record.status, self.record.message = "failed", f"{type(error).__name__}: {error}"
-            if self.mistake is None:
-                self.save()
         self.job = self.events = None
         return None
 
@@ -132,16 +129,12 @@ class Lane:
             self.mistake = error
             raise
 
-    def save(self) -> None:
-        if self.directory is not None and self.record is not None:
-            self.record.save(self.directory)
-
 
 def run_lanes(
     configs: Sequence[RunConfig],
     n_lanes: int | None,
     *,
-    directories: Sequence[Path] | None = None,
+    drive: Drive | None = None,
     on_event: OnEvent | None = None,
     on_end: Callable[[int, Record], None] | None = None,
     stop: Stop | None = None,
@@ -149,16 +142,17 @@ def run_lanes(
     """Do the runs, ``n_lanes`` at a time; records in the order of the configs, each equal to that of the run alone.
 
     None finds the number of lanes while they work, on a GPU; a CPU is busy with one.
-    Once ``stop`` says yes the runs at work save themselves and end as "interrupted", and no other begins. Where none of the
-    runs could begin, the first one's mistake is raised and nothing is written.
+    ``drive`` makes the events of run ``i``; it may do more around them, such as saving. Once ``stop`` says yes no other run
+    begins, and those at work end as "interrupted". Where none of the runs could begin, the first one's error is raised and
+    ``on_end`` is called for none.
     """
     shared = {(config.precision, config.threads, config.autotune) for config in configs}
     if len(shared) > 1:
         raise UserError(
             f"lanes: runs side by side share precision, threads and autotune, got {sorted(shared)}; run them apart."
         )
-    places: Sequence[Path | None] = directories if directories is not None else [None] * len(configs)
-    waiting = [Lane(i, config, place, stop) for i, (config, place) in enumerate(zip(configs, places, strict=True))]
+    events: Drive = drive if drive is not None else lambda _, run: run.events(stop)
+    waiting = [Lane(i, config, events) for i, config in enumerate(configs)]
     waiting.reverse()
     active: list[Lane] = []
     mistaken: list[Lane] = []
@@ -194,7 +188,6 @@ def run_lanes(
         assert mistaken[0].mistake is not None
         raise mistaken[0].mistake
     for lane in mistaken:
-        lane.save()
         if on_end is not None:
             on_end(lane.number, records[lane.number])
     return [records[i] if i in records else _not_begun(config) for i, config in enumerate(configs)]

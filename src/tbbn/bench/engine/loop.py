@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,75 +20,39 @@ from torch import Tensor
 from tbbn.accelerators.native import binding as native
 from tbbn.bench import seeds
 from tbbn.bench.config import RunConfig
-from tbbn.bench.data import loading
 from tbbn.bench.data.augment import augmentation
-from tbbn.bench.data.batches import parts
-from tbbn.bench.data.device import DeviceDataset, place_on_device
-from tbbn.bench.data.scenario import Scenario, Task, make_scenario
-from tbbn.bench.engine import validate as check
-from tbbn.bench.engine.evaluate import evaluate, evaluated_rows, task_of_class
+from tbbn.bench.data.scenario import Task
+from tbbn.bench.engine import setup, validate
+from tbbn.bench.engine.evaluate import evaluate, task_of_class
 from tbbn.bench.engine.events import Diverged, EpochEnded, Event, Position, Stepped, TaskEnded, Waiting
 from tbbn.bench.engine.phase import Hyper, settings
+from tbbn.bench.engine.record import Record, digest, new_record
 from tbbn.bench.engine.step import Captured, Shape, Step, eager, read_totals
 from tbbn.bench.engine.task import Drawn, LearningStage, Rows
 from tbbn.bench.methods import Phase
-from tbbn.bench.models import Network, backbone
-from tbbn.bench.runs import checkpoint, state
-from tbbn.bench.runs.record import Record, new_record
+from tbbn.bench.models import Network
 from tbbn.errors import UserError
-from tbbn.nn import convert, is_balanced, splits
+from tbbn.nn import is_balanced
 
-
-def run(
-    config: RunConfig,
-    *,
-    on_event: Callable[[Event], None] | None = None,
-    directory: str | Path | None = None,
-    every: float = 60.0,
-    stop: Callable[[], bool] | None = None,
-) -> Record:
-    """Train and evaluate; the record says how it ended.
-
-    With a directory the run is kept there: saved at the end of an epoch if the last time was ``every`` seconds ago (where
-    saving is slow, a hundred times as long as it took; at 0, after each epoch), and after each task. A directory that holds
-    an unfinished run of the same config is continued where it was saved. ``stop`` is asked after each step: once it says
-    yes, the run saves itself and ends as "interrupted".
-    """
-    device = check.device(config)
-    # Streams and graphs are made on the current device.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        job = Run(config)
-        for event in job.recorded(None if directory is None else Path(directory), every, stop):
-            if on_event is not None:
-                on_event(event)
-    return job.record
+Stop = Callable[[], bool]
 
 
 class Run:
-    """A run in progress. ``work`` advances it; between two of its events everything lies in the attributes."""
+    """A run in progress: ``events`` advances it, and between two events everything it is lies in its attributes."""
 
     def __init__(self, config: RunConfig) -> None:
+        validate.check(config)
         self.config = config
-        self.method = check.check(config)
-        self.device = check.device(config)
-        # Channels last pays on a CPU and for matrix units; where there is nothing but cuDNN it is slower (docs/speed.md).
-        plain = self.device.type == "cuda" and config.precision == "fp32"
-        self.memory_format = torch.contiguous_format if plain else torch.channels_last
-        data = config.data
-        self.source = check.load_source(config)
-        self.scenario = scenario_of(config, self.source)
-        for task in self.scenario.tasks:  # said now, not when the task has been trained
-            evaluated_rows(config, task)
-            if config.train.keep == "best" and not len(task.validation):
-                raise UserError(
-                    f"train.keep = 'best': no validation images are left in task {task.number + 1}; raise data.validation "
-                    f"above {data.validation}, or keep the last epoch."
-                )
-        self.augment = augmentation(config.batch.augment, crop=data.crop or None)
-        self.strong = augmentation("strong", crop=data.crop or None)
-        self.train_data, self.test_data = self._images("train"), self._images("test")
-        self.memory = check.make_memory(config)
-        check.check_memory(self.method, self.memory, self.scenario, self.source)
+        self.method = setup.method_of(config)
+        self.device = setup.device_of(config)
+        self.source = setup.load_source(config)
+        self.scenario = setup.scenario_of(config, self.source)
+        self.memory = setup.memory_of(config)
+        validate.check_data(config, self.method, self.memory, self.scenario, self.source)
+        self.augment = augmentation(config.batch.augment, crop=config.data.crop or None)
+        self.strong = augmentation("strong", crop=config.data.crop or None)
+        self.train_data = setup.on_device(config, self.source, self.scenario, "train", self.device)
+        self.test_data = setup.on_device(config, self.source, self.scenario, "test", self.device)
         self.network = self.make_network()
         self.previous: Network | None = None
         self.record = new_record(config)
@@ -108,65 +71,27 @@ class Run:
         self.momentum: dict[str, Tensor] = {}
         self.totals: dict[Shape, tuple[list[str], Tensor, int, int]] = {}
 
-    def _images(self, split: str) -> DeviceDataset:
-        part, labels = getattr(self.source, split), getattr(self.scenario, f"{split}_labels")
-        mean, std = torch.tensor(self.source.mean), torch.tensor(self.source.std)
-        labels, mean, std = (t.to(self.device) for t in (labels, mean, std))
-        images = place_on_device(part.images, self.device, self.config.data.stream)
-        return DeviceDataset(images, labels, mean, std, self.config.data.crop or None, self.memory_format)
-
     def make_network(self) -> Network:
-        body = backbone(
-            self.config.backbone,
-            in_channels=self.source.train.images.shape[1],
-            last_relu=self.method.last_relu,
-            generator=seeds.generator(self.config.seed, "weights"),
-        )
-        if self.config.norm.name == "bn" and self.device.type == "cuda":
-            convert(body, "tbbn")  # which is batch norm as long as it is told nothing, by kernels that lanes can share
+        return setup.make_network(self.config, self.method, self.source.train.images.shape[1], self.device)
+
+    def events(self, stop: Stop | None = None) -> Iterator[Event]:
+        """Do all that is left to do. The record's status says how it ended: finished, diverged or interrupted.
+
+        ``stop`` is asked after each event; once it says yes, the run ends as "interrupted".
+        """
+        self.record.status, self.record.message = "interrupted", ""  # status on disk if the process is killed
+        try:
+            for event in self._work():
+                stopping = stop is not None and stop() and not isinstance(event, Waiting)
+                yield event
+                if stopping:
+                    return
+        except Diverged as error:
+            self.record.status, self.record.message = "diverged", str(error)
         else:
-            convert(body, self.config.norm.name, **self.config.norm.dict())
-        network = Network(body, self.method.make_head(body.n_features))
-        return network.to(self.device).to(memory_format=self.memory_format)  # type: ignore[call-overload]
+            self.record.status = "finished"
 
-    def recorded(
-        self, directory: Path | None, every: float = 60.0, stop: Callable[[], bool] | None = None
-    ) -> Iterator[Event]:
-        """``work``, with its directory kept true: state and record are saved on the way and at the end, whatever that is."""
-        with nullcontext() if directory is None else checkpoint.locked(directory):
-            if directory is not None:
-                state.load(self, directory)
-            self.record.status, self.record.message = "interrupted", ""  # what to believe if this process disappears
-            mistaken = False
-            try:
-                yield from self._saved(directory, every, stop)
-            except Diverged as error:
-                self.record.status, self.record.message = "diverged", str(error)
-            except UserError:
-                mistaken = True
-                raise
-            finally:
-                # A mistake that shows only in training leaves no more behind than one that was seen before it.
-                if directory is not None and not (mistaken and checkpoint.is_blank(directory)):
-                    self.record.save(directory)
-
-    def _saved(self, directory: Path | None, every: float, stop: Callable[[], bool] | None) -> Iterator[Event]:
-        last, pause = time.monotonic(), every
-        for event in self.work():
-            asked = stop is not None and stop() and not isinstance(event, Waiting)
-            due = isinstance(event, TaskEnded) or (isinstance(event, EpochEnded) and time.monotonic() - last >= pause)
-            if directory is not None and (due or asked):
-                began = time.monotonic()
-                state.save(self, directory)
-                last = time.monotonic()
-                pause = every and max(every, min(100 * (last - began), 600.0))
-            yield event
-            if asked:
-                return
-        self.record.status = "finished"
-
-    def work(self) -> Iterator[Event]:
-        """Everything that is left to do."""
+    def _work(self) -> Iterator[Event]:
         with settings(self.config, self.device):
             while self.position.task < len(self.scenario.tasks):
                 yield from self._learn(self.scenario.tasks[self.position.task])
@@ -186,7 +111,7 @@ class Run:
             strong=self.strong,
             seed=self.config.seed,
             batch_size=batch.size,
-            ratio=check.ratio(self.config),
+            ratio=setup.ratio_of(self.config),
             length=batch.length,
             last=batch.last,
             from_union=batch.current_from == "union",
@@ -213,9 +138,9 @@ class Run:
             self.memory = stage.memory = stage.updated_memory()
         self.method.after_task(stage)
         evaluate(self.record, task, self.config, self.scenario, self.method, self.network, self.test_data)
-        self.record.splits.append(self.whole_batch(task.number)[2])
+        self.record.splits.append(setup.full_batch(self.config, self.method, task.number)[2])
         self.record.exemplars.append(len(self.memory))
-        self.record.weights.append(checkpoint.digest(self.network.state_dict()))
+        self.record.weights.append(digest(self.network.state_dict()))
         self.record.seconds += time.perf_counter() - started
         self.previous = self.network.teacher() if self.method.needs_previous else None
         self.position = Position(task.number + 1)
@@ -351,34 +276,22 @@ class Run:
         # Short blocks would be captured for a step or two an epoch: not worth a graph.
         return Captured(step) if self.device.type == "cuda" and block.steps >= 8 else step
 
-    def whole_batch(self, task: int) -> tuple[int, int, int]:
-        """Current rows, memory rows and splits of a whole batch of a task."""
-        if not task or not self.memory.budget or not self.method.uses_memory:
-            return self.config.batch.size, 0, 1
-        current, memory = parts(self.config.batch.size, check.ratio(self.config))
-        memory *= self.method.memory_views(task)
-        rule = self.config.norm.dict().get("rule", "paper")
-        return current, memory, splits(current, memory, task, rule)
 
-
-def scenario_of(config: RunConfig, source: loading.Source) -> Scenario:
-    data = config.data
-    order: str | list[int] = data.class_order
-    if "," in data.class_order:
-        try:
-            order = [int(part) for part in data.class_order.split(",")]
-        except ValueError:
-            raise UserError(f"data.class_order must be a name or whole numbers with commas, got {order!r}.") from None
-    scenario = make_scenario(
-        source,
-        n_tasks=data.tasks,
-        base_classes=data.base_classes,
-        class_order=order,
-        class_order_seed=config.seed if data.class_order_seed < 0 else data.class_order_seed,
-        validation=data.validation,
-        seed=config.seed,
-    )
-    return replace(scenario, tasks=scenario.tasks[: data.stop_after or None])
+def run(
+    config: RunConfig,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+    drive: Callable[[Run], Iterator[Event]] = Run.events,
+) -> Record:
+    """Train and evaluate one config, in memory. ``drive`` may do more around the run's events, such as saving."""
+    device = setup.device_of(config)
+    # Streams and graphs are made on the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        job = Run(config)
+        for event in drive(job):
+            if on_event is not None:
+                on_event(event)
+    return job.record
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -8,26 +8,28 @@ import math
 import torch
 
 from tbbn.bench.config import Choice, RunConfig, check_settings
-from tbbn.bench.data import loading
 from tbbn.bench.data.batches import parts
 from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.scenario import Scenario
-from tbbn.bench.methods import Method, method
+from tbbn.bench.data.types import Source
+from tbbn.bench.engine.evaluate import evaluated_rows
+from tbbn.bench.engine.setup import device_of, memory_of, method_of, ratio_of
+from tbbn.bench.methods import Method
 from tbbn.bench.models import backbone
 from tbbn.errors import UserError
 from tbbn.nn import convert
 from tbbn.registry import AUGMENTATIONS, BACKBONES
 
 
-def check(config: RunConfig) -> Method:
-    """Raise for the first setting that cannot be; return the method the config names."""
+def check(config: RunConfig) -> None:
+    """Raise for the first setting that cannot run."""
     check_settings(config)
-    chosen = method(config.method.name, config.method.dict())
+    method_of(config)
     BACKBONES.entry(config.backbone)
     AUGMENTATIONS.entry(config.batch.augment)
     max_tasks = _check_norm(config.backbone, config.norm)
-    make_memory(config)
-    parts(config.batch.size, ratio(config))
+    memory_of(config)
+    parts(config.batch.size, ratio_of(config))
     n_tasks = min(config.data.tasks, config.data.stop_after or config.data.tasks)
     if n_tasks > max_tasks:
         raise UserError(f"norm {config.norm}: max_tasks must be at least the {n_tasks} tasks, got {max_tasks}.")
@@ -41,8 +43,7 @@ def check(config: RunConfig) -> Method:
         raise UserError(f"data.online needs memory.selection = 'reservoir', got {config.memory.selection!r}.")
     if config.data.online and config.batch.current_from != "task":
         raise UserError(f"data.online needs batch.current_from = 'task', got {config.batch.current_from!r}.")
-    device(config)
-    return chosen
+    device_of(config)
 
 
 # The options of norms that torch takes as they come; whether anything can be trained with them is found out below.
@@ -74,39 +75,19 @@ def _check_norm(name: str, norm: Choice) -> float:
     return min((getattr(layer, "max_tasks", math.inf) for layer in body.modules()), default=math.inf)
 
 
-def ratio(config: RunConfig) -> tuple[int, int]:
-    """``batch.ratio`` as two numbers."""
-    try:
-        current, memory = (int(part) for part in config.batch.ratio.split(":"))
-    except ValueError:
-        raise UserError(f"batch.ratio must be two whole numbers such as '3:1', got {config.batch.ratio!r}.") from None
-    return current, memory
+def check_data(config: RunConfig, method: Method, memory: ExemplarMemory, scenario: Scenario, source: Source) -> None:
+    """Raise if the data cannot give what the config asks for: test images, validation images or exemplars."""
+    for task in scenario.tasks:
+        evaluated_rows(config, task)
+        if config.train.keep == "best" and not len(task.validation):
+            raise UserError(
+                f"train.keep = 'best': no validation images are left in task {task.number + 1}; raise data.validation "
+                f"above {config.data.validation}, or keep the last epoch."
+            )
+    check_memory(method, memory, scenario, source)
 
 
-def load_source(config: RunConfig, *, download: bool | None = None) -> loading.Source:
-    """The data set of a config, with images as large as the config wants to see."""
-    data = config.data
-    try:
-        source = loading.load(
-            data.name,
-            data.root,
-            download=data.download if download is None else download,
-            size=data.size or None,
-            unreadable=data.unreadable,
-        )
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
-            raise
-        raise UserError(f"{data.name}: its images do not fit in memory; set a smaller data.size.") from error
-    height, width = source.train.images.shape[2:]
-    if data.crop > min(height, width):
-        raise UserError(
-            f"data.crop must be at most {min(height, width)}, images being {height}x{width}, got {data.crop}."
-        )
-    return source
-
-
-def check_memory(method: Method, memory: ExemplarMemory, scenario: Scenario, source: loading.Source) -> None:
+def check_memory(method: Method, memory: ExemplarMemory, scenario: Scenario, source: Source) -> None:
     """Whether the exemplars asked for can be had; a budget in all is a limit, one for each class is a demand."""
     if not method.uses_memory or not memory.budget:
         return
@@ -121,26 +102,3 @@ def check_memory(method: Method, memory: ExemplarMemory, scenario: Scenario, sou
                 f"memory.budget must be at most {int(counts.min())} for each class, the training images of class "
                 f"{scarce!r}, got {memory.budget}; or make it a total: memory.per_class = false."
             )
-
-
-def make_memory(config: RunConfig) -> ExemplarMemory:
-    m = config.memory
-    return ExemplarMemory(m.budget, m.per_class, m.rounding, m.selection, m.shrink)
-
-
-def device(config: RunConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(config.device)
-    except RuntimeError:
-        ways = "'cuda' for a GPU, 'cpu' or 'auto'"
-        raise UserError(f"unknown device {config.device!r}; use {ways}.") from None
-    try:
-        if found.type == "meta":
-            raise RuntimeError("tensors there hold no numbers")
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise UserError(f"device {config.device!r} cannot be used here: {reason}. Use 'cpu' or 'auto'.") from None
-    return found

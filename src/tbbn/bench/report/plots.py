@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from tbbn.bench.engine.record import Record
 from tbbn.bench.report.tables import grouped
-from tbbn.bench.runs.record import Record
 from tbbn.errors import UserError, printable
 
 # Okabe and Ito's colours: apart for colour-blind readers too.

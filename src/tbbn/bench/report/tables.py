@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from tbbn.bench.config import RunConfig, SaveConfig, flatten, to_dict
 from tbbn.bench.engine.forecast import TaskForecast
+from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
-from tbbn.bench.runs.record import Record
 from tbbn.errors import printable, unknown_name
 
 FORMATS = ("text", "md", "csv", "latex")

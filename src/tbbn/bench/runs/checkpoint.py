@@ -7,7 +7,6 @@ flushed and renamed; the one before it is kept. A checksum over all of its bytes
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -15,14 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tbbn.bench.runs.record import NO_SEAL, seal, seal_problem, sweep_up, write_atomic
 from tbbn.errors import UserError
 
 SCHEMA = 2
-_BYTES = torch.uint8
 NEWEST, BEFORE, ARRIVING = (
     "checkpoint.safetensors",
     "checkpoint.previous.safetensors",
@@ -96,18 +93,6 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if schema != SCHEMA:
         raise UserError(f"{file}: has schema {schema}; this version reads {SCHEMA}.")
     return state, tensors
-
-
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of tensors: of their names, types, shapes and bytes."""
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        # A single value may have any stride and still count as contiguous.
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        found.update(flat.view(dtype=_BYTES).numpy().data if tensor.numel() else b"")
-    return found.hexdigest()
 
 
 def split(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

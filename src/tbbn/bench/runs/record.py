@@ -10,22 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import re
 import secrets
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import tbbn
-from tbbn.bench import metrics
-from tbbn.bench.config import RunConfig, flatten, resolve, to_dict, to_toml
+from tbbn.bench.config import to_toml
+from tbbn.bench.engine.record import SCHEMA, Record
 from tbbn.bench.runs import schema
 from tbbn.errors import UserError
 
-SCHEMA = 2
 CONFIG, RECORD, PREDICTIONS = "config.toml", "record.json", "predictions.safetensors"
 # Everything a run writes into its folder, and an overwriting one deletes first.
 FILES = (
@@ -41,59 +35,17 @@ DERIVED = ("metrics", "config_sha256", "sha256")  # in the file, but not of the 
 NO_SEAL = "0" * 64  # where a seal will stand
 
 
-@dataclass
-class Record:
-    """The result of a run. Accuracies are shares of 1; row ``t`` of a matrix holds tasks 0 to ``t`` after learning task ``t``."""
+def save_record(record: Record, directory: Path) -> None:
+    """Write ``config.toml``, ``record.json`` and the predictions; each file is whole or absent, whenever the power goes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = to_toml(record.run_config).encode()
+    _write_new(directory / CONFIG, config)
+    if record.predictions:
+        from safetensors.torch import save
 
-    config: dict[str, Any]
-    schema: int = SCHEMA
-    status: str = "running"
-    message: str = ""  # why it ended, where not by finishing
-    environment: dict[str, Any] = field(default_factory=dict)
-    class_order: list[int] = field(default_factory=list)
-    task_sizes: list[int] = field(default_factory=list)
-    accuracy: list[list[float]] = field(default_factory=list)  # class-IL: the task of an image is not known
-    task_il: list[list[float]] = field(default_factory=list)  # task-IL: it is known
-    errors: list[dict[str, int]] = field(default_factory=list)  # after each task: C->C, C->P, P->C, P->P
-    exemplars: list[int] = field(default_factory=list)  # rows in memory after each task
-    splits: list[int] = field(default_factory=list)  # r* of a whole batch in each task
-    history: list[dict[str, Any]] = field(default_factory=list)  # one entry an epoch
-    skipped: list[str] = field(default_factory=list)  # image files left out because they cannot be read
-    weights: list[str] = field(default_factory=list)  # SHA-256 of the network's state after each task
-    resumed: list[dict[str, Any]] = field(default_factory=list)  # environments of later sessions, where they differ
-    seconds: float = 0.0  # of training and evaluation, over all sessions
-    predictions: dict[str, torch.Tensor] = field(default_factory=dict)  # class of every test image, by task learnt
-
-    @property
-    def run_config(self) -> RunConfig:
-        return resolve(("record", flatten(self.config)))
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Every metric of what has been learnt so far; empty before the first task is done."""
-        if not self.accuracy:
-            return {}
-        sizes = self.task_sizes[: len(self.accuracy)]
-        return metrics.summary(self.accuracy, weights=sizes, task_il=self.task_il)
-
-    def tree(self) -> dict[str, Any]:
-        """The record as JSON has it: all but the tensors."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "predictions"}
-
-    def to_json(self, **more: str) -> str:
-        return json.dumps({**self.tree(), "metrics": self.metrics, **more}, indent=1) + "\n"
-
-    def save(self, directory: Path) -> None:
-        """Write ``config.toml``, ``record.json`` and the predictions; each file is whole or absent, whenever the power goes."""
-        directory.mkdir(parents=True, exist_ok=True)
-        config = to_toml(self.run_config).encode()
-        _write_new(directory / CONFIG, config)
-        if self.predictions:
-            from safetensors.torch import save
-
-            _write_new(directory / PREDICTIONS, seal(save(self.predictions, metadata={"sha256": NO_SEAL})))
-        text = self.to_json(config_sha256=hashlib.sha256(config).hexdigest(), sha256=NO_SEAL)
-        write_atomic(directory / RECORD, seal(text.encode()))
+        _write_new(directory / PREDICTIONS, seal(save(record.predictions, metadata={"sha256": NO_SEAL})))
+    text = record.to_json(config_sha256=hashlib.sha256(config).hexdigest(), sha256=NO_SEAL)
+    write_atomic(directory / RECORD, seal(text.encode()))
 
 
 def _write_new(path: Path, content: bytes) -> None:
@@ -168,29 +120,6 @@ def record_from(tree: Any, where: str) -> Record:
         return Record(**known)
     except TypeError as error:
         raise UserError(f"{where}: not a record: {error}.") from None
-
-
-def new_record(config: RunConfig) -> Record:
-    found = environment()
-    return Record(to_dict(config), environment=found | ({"threads": config.threads} if config.threads else {}))
-
-
-def environment() -> dict[str, Any]:
-    """What a number may depend on besides the config."""
-    found = {
-        "tbbn": tbbn.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-    }
-    if torch.cuda.is_available():
-        found |= {
-            "gpu": torch.cuda.get_device_name(),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-        }
-    return found
 
 
 def write_atomic(path: Path, content: bytes) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from tbbn.bench.config import RunConfig, to_toml
-from tbbn.bench.engine import validate as check
-from tbbn.bench.engine.events import Diverged, Event, Position, TaskEnded
+from tbbn.bench.engine.events import Event, Position, TaskEnded
 from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.record import Record, digest
+from tbbn.bench.engine.setup import device_of
 from tbbn.bench.runs import checkpoint, state
-from tbbn.bench.runs.record import Record, load_record
+from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.verify import Finding
 from tbbn.errors import UserError
 
@@ -36,15 +37,14 @@ def retrain(
     findings: list[Finding] = []
     if task and not from_start:
         findings.append(_begin(job, directory, task, record))
-    try:
-        for event in job.work():
-            if on_event is not None:
-                on_event(event)
-            if isinstance(event, TaskEnded):
-                findings += _compared(record, job, event.task, directory, _reason(record, here))
-    except Diverged as error:
-        reason = _reason(record, here)
-        findings.append(Finding(f"task {job.position.task + 1}, retrained", f"it diverged: {error}; {reason}"))
+    for event in job.events():
+        if on_event is not None:
+            on_event(event)
+        if isinstance(event, TaskEnded):
+            findings += _compared(record, job, event.task, directory, _reason(record, here))
+    if job.record.status == "diverged":
+        problem = f"it diverged: {job.record.message}; {_reason(record, here)}"
+        findings.append(Finding(f"task {job.position.task + 1}, retrained", problem))
     return findings
 
 
@@ -54,7 +54,7 @@ def _config(record: Record, task: int) -> RunConfig:
     threads = config.threads or int(record.environment.get("threads", 0))
     config = replace(config, threads=threads, data=replace(config.data, download=False, stop_after=task + 1))
     try:
-        check.device(config)
+        device_of(config)
     except UserError:
         return replace(config, device="auto")
     return config
@@ -72,7 +72,7 @@ def _begin(job: Run, directory: Path, task: int, record: Record) -> Finding:
     if found["config"] != to_toml(record.run_config) or Position(**found["position"]) != Position(task):
         raise UserError(f"{file}: is not this run's state at the start of task {task + 1}.")
     state.restore(job, found, tensors, str(file))
-    same = not record.weights or checkpoint.digest(job.network.state_dict()) == record.weights[task - 1]
+    same = not record.weights or digest(job.network.state_dict()) == record.weights[task - 1]
     return Finding(file.name, "" if same else f"its weights are not those the record has after task {task}.")
 
 
@@ -92,7 +92,7 @@ def _weights(record: Record, job: Run, task: int, directory: Path, after: str, r
     if task >= len(record.weights):
         return Finding(f"weights {after} (the record has no checksum of them)")
     mine = job.network.state_dict()
-    if checkpoint.digest(mine) == record.weights[task]:
+    if digest(mine) == record.weights[task]:
         return Finding(f"weights {after}")
     theirs = _stored_weights(directory, task)
     how = "they differ"

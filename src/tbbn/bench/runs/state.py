@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tbbn.bench.config import to_toml
 from tbbn.bench.engine.events import Position
+from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.step import Shape, eager
 from tbbn.bench.engine.task import Rows
 from tbbn.bench.runs import checkpoint
-from tbbn.bench.runs.record import record_from
+from tbbn.bench.runs.record import record_from, save_record
 from tbbn.errors import UserError
-
-if TYPE_CHECKING:
-    from tbbn.bench.engine.loop import Run
 
 SMALL = 8 * 2**20  # bytes of a network whose state at each task's start is kept unless told otherwise
 
@@ -57,7 +55,7 @@ def save(run: Run, directory: Path) -> None:
     }
     kept = between and run.position.task < len(run.scenario.tasks) and keeps_tasks(run)
     checkpoint.save(directory, state, tensors, checkpoint.task_file(run.position.task) if kept else "")
-    run.record.save(directory)
+    save_record(run.record, directory)
 
 
 def keeps_tasks(run: Run) -> bool:

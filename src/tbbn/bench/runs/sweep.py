@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tbbn.bench.config import RunConfig, Values, flatten, parse_value, resolve, to_dict, to_toml
-from tbbn.bench.engine import Event, run, run_lanes
+from tbbn.bench.engine import Event
+from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.engine.validate import check
-from tbbn.bench.runs.record import FILES, RECORD, Record, load_record, new_record, write_atomic
+from tbbn.bench.runs.record import FILES, RECORD, load_record, save_record, write_atomic
+from tbbn.bench.runs.saved import run_lanes_saved, run_saved
 from tbbn.errors import UserError
 from tbbn.paper import read_recipe
 
@@ -250,7 +252,7 @@ def run_all(
     with _kept(plan, jobs) if plan and len(jobs) > 1 else nullcontext():
         if lanes is None or lanes > 1:
             configs, places = [job.config for job in todo], [job.directory for job in todo]
-            run_lanes(configs, lanes, directories=places, on_event=event, on_end=ended, stop=stop)
+            run_lanes_saved(configs, places, lanes, on_event=event, on_end=ended, stop=stop)
             if stop is not None and stop():
                 raise KeyboardInterrupt
         else:
@@ -263,7 +265,7 @@ def run_all(
 
 def _run_one(job: Job, on_event: Callable[[Event], None], stop: Callable[[], bool] | None, alone: bool) -> Record:
     try:
-        return run(job.config, on_event=on_event, directory=job.directory, stop=stop)
+        return run_saved(job.config, job.directory, on_event=on_event, stop=stop)
     except UserError:
         raise
     except Exception as error:
@@ -272,5 +274,5 @@ def _run_one(job: Job, on_event: Callable[[Event], None], stop: Callable[[], boo
         there = (job.directory / RECORD).exists()
         record = load_record(job.directory) if there else new_record(job.config)
         record.status, record.message = "failed", f"{type(error).__name__}: {error}"
-        record.save(job.directory)
+        save_record(record, job.directory)
         return record

@@ -14,10 +14,10 @@ from torch import Tensor
 from tbbn.bench import metrics
 from tbbn.bench.config import read_toml, resolve, to_dict
 from tbbn.bench.engine.evaluate import confusion_of, evaluated_rows
-from tbbn.bench.engine.loop import scenario_of
-from tbbn.bench.engine.validate import load_source
+from tbbn.bench.engine.record import Record
+from tbbn.bench.engine.setup import load_source, scenario_of
 from tbbn.bench.runs import checkpoint
-from tbbn.bench.runs.record import CONFIG, PREDICTIONS, RECORD, Record, record_from, seal_problem
+from tbbn.bench.runs.record import CONFIG, PREDICTIONS, RECORD, record_from, seal_problem
 from tbbn.errors import UserError
 
 

@@ -1,0 +1,97 @@
+"""The results of a run, as values. Reading and writing them is the business of :mod:`tbbn.bench.runs.record`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tbbn
+from tbbn.bench import metrics
+from tbbn.bench.config import RunConfig, flatten, resolve, to_dict
+
+SCHEMA = 2  # of the record's fields
+
+
+@dataclass
+class Record:
+    """The result of a run. Accuracies are fractions; row ``t`` of a matrix holds tasks 0 to ``t`` after learning task ``t``."""
+
+    config: dict[str, Any]
+    schema: int = SCHEMA
+    status: str = "running"  # then "finished", "interrupted", "diverged" or "failed"
+    message: str = ""  # why the run diverged or failed
+    environment: dict[str, Any] = field(default_factory=dict)
+    class_order: list[int] = field(default_factory=list)
+    task_sizes: list[int] = field(default_factory=list)
+    accuracy: list[list[float]] = field(default_factory=list)  # class-IL: the task of a test image is unknown
+    task_il: list[list[float]] = field(default_factory=list)  # task-IL: it is given
+    errors: list[dict[str, int]] = field(default_factory=list)  # after each task: C->C, C->P, P->C, P->P
+    exemplars: list[int] = field(default_factory=list)  # memory rows after each task
+    splits: list[int] = field(default_factory=list)  # r* of a full batch in each task
+    history: list[dict[str, Any]] = field(default_factory=list)  # one entry per epoch
+    skipped: list[str] = field(default_factory=list)  # image files left out because they cannot be read
+    weights: list[str] = field(default_factory=list)  # SHA-256 of the network's state after each task
+    resumed: list[dict[str, Any]] = field(default_factory=list)  # environments of later sessions, where they differ
+    seconds: float = 0.0  # of training and evaluation, over all sessions
+    predictions: dict[str, Tensor] = field(default_factory=dict)  # predicted class of every test image, by task learnt
+
+    @property
+    def run_config(self) -> RunConfig:
+        return resolve(("record", flatten(self.config)))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Every metric over the tasks learnt so far; empty before the first task is done."""
+        if not self.accuracy:
+            return {}
+        sizes = self.task_sizes[: len(self.accuracy)]
+        return metrics.summary(self.accuracy, weights=sizes, task_il=self.task_il)
+
+    def tree(self) -> dict[str, Any]:
+        """The record as JSON has it: everything but the tensors."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "predictions"}
+
+    def to_json(self, **more: str) -> str:
+        return json.dumps({**self.tree(), "metrics": self.metrics, **more}, indent=1) + "\n"
+
+
+def new_record(config: RunConfig) -> Record:
+    found = environment()
+    return Record(to_dict(config), environment=found | ({"threads": config.threads} if config.threads else {}))
+
+
+def environment() -> dict[str, Any]:
+    """Everything besides the config that may change a result."""
+    found = {
+        "tbbn": tbbn.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return found
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of named tensors: names, dtypes, shapes and bytes."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        # A tensor of one value is contiguous whatever its stride; view(dtype) wants stride 1.
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        found.update(flat.view(dtype=torch.uint8).numpy().data if tensor.numel() else b"")
+    return found.hexdigest()

@@ -1,0 +1,144 @@
+"""From a config to the objects of a run: method, device, data, scenario, memory, network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tbbn.bench import seeds
+from tbbn.bench.config import RunConfig
+from tbbn.bench.data import loading
+from tbbn.bench.data.batches import parts
+from tbbn.bench.data.device import DeviceDataset, place_on_device
+from tbbn.bench.data.memory import ExemplarMemory
+from tbbn.bench.data.scenario import Scenario, make_scenario
+from tbbn.bench.data.types import Source
+from tbbn.bench.methods import Method, method
+from tbbn.bench.models import Network, backbone
+from tbbn.errors import UserError
+from tbbn.nn import convert, splits
+
+
+def method_of(config: RunConfig) -> Method:
+    return method(config.method.name, config.method.dict())
+
+
+def device_of(config: RunConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(config.device)
+    except RuntimeError:
+        raise UserError(f"unknown device {config.device!r}; use 'cuda' for a GPU, 'cpu' or 'auto'.") from None
+    try:
+        if found.type == "meta":
+            raise RuntimeError("tensors there hold no numbers")
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise UserError(f"device {config.device!r} cannot be used here: {reason}. Use 'cpu' or 'auto'.") from None
+    return found
+
+
+def memory_format_of(config: RunConfig, device: torch.device) -> torch.memory_format:
+    """Channels last is faster on a CPU and on tensor cores, and slower with cuDNN in plain float32 (docs/speed.md)."""
+    plain_cudnn = device.type == "cuda" and config.precision == "fp32"
+    return torch.contiguous_format if plain_cudnn else torch.channels_last
+
+
+def load_source(config: RunConfig, *, download: bool | None = None) -> Source:
+    """The data set of a config, with images of the size the config asks for."""
+    data = config.data
+    try:
+        source = loading.load(
+            data.name,
+            data.root,
+            download=data.download if download is None else download,
+            size=data.size or None,
+            unreadable=data.unreadable,
+        )
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise UserError(f"{data.name}: its images do not fit in memory; set a smaller data.size.") from error
+    height, width = source.train.images.shape[2:]
+    if data.crop > min(height, width):
+        raise UserError(
+            f"data.crop must be at most {min(height, width)}, images being {height}x{width}, got {data.crop}."
+        )
+    return source
+
+
+def scenario_of(config: RunConfig, source: Source) -> Scenario:
+    """The tasks of a config: all of them, or as many as ``data.stop_after`` says."""
+    data = config.data
+    order: str | list[int] = data.class_order
+    if "," in data.class_order:
+        try:
+            order = [int(part) for part in data.class_order.split(",")]
+        except ValueError:
+            raise UserError(f"data.class_order must be a name or whole numbers with commas, got {order!r}.") from None
+    scenario = make_scenario(
+        source,
+        n_tasks=data.tasks,
+        base_classes=data.base_classes,
+        class_order=order,
+        class_order_seed=config.seed if data.class_order_seed < 0 else data.class_order_seed,
+        validation=data.validation,
+        seed=config.seed,
+    )
+    return replace(scenario, tasks=scenario.tasks[: data.stop_after or None])
+
+
+def memory_of(config: RunConfig) -> ExemplarMemory:
+    m = config.memory
+    return ExemplarMemory(m.budget, m.per_class, m.rounding, m.selection, m.shrink)
+
+
+def ratio_of(config: RunConfig) -> tuple[int, int]:
+    """``batch.ratio`` as two numbers."""
+    try:
+        current, memory = (int(part) for part in config.batch.ratio.split(":"))
+    except ValueError:
+        raise UserError(f"batch.ratio must be two whole numbers such as '3:1', got {config.batch.ratio!r}.") from None
+    return current, memory
+
+
+def full_batch(config: RunConfig, method: Method, task: int) -> tuple[int, int, int]:
+    """Current rows, memory rows and splits r* of a full batch in a task (0-based)."""
+    is_stream = config.data.online and not method.all_data
+    has_memory = method.uses_memory and config.memory.budget > 0
+    # A stream replays rows of its own task too, unless told not to.
+    replays = has_memory and (task > 0 or (is_stream and config.batch.memory_from == "all"))
+    if not replays and not is_stream:
+        return config.batch.size, 0, 1
+    current, memory = parts(config.batch.size, ratio_of(config))
+    if not replays:  # a stream leaves room for memory rows from its first step
+        return current, 0, 1
+    memory *= method.memory_views(task)
+    return current, memory, splits(current, memory, task, config.norm.dict().get("rule", "paper"))
+
+
+def make_network(config: RunConfig, method: Method, in_channels: int, device: torch.device) -> Network:
+    """A fresh network on the device: the config's backbone with its norm, and the method's head without classes."""
+    body = backbone(
+        config.backbone,
+        in_channels=in_channels,
+        last_relu=method.last_relu,
+        generator=seeds.generator(config.seed, "weights"),
+    )
+    if config.norm.name == "bn" and device.type == "cuda":
+        convert(body, "tbbn")  # which is batch norm as long as it is told nothing, by kernels that lanes can share
+    else:
+        convert(body, config.norm.name, **config.norm.dict())
+    network = Network(body, method.make_head(body.n_features)).to(device)
+    return network.to(memory_format=memory_format_of(config, device))  # type: ignore[call-overload]
+
+
+def on_device(config: RunConfig, source: Source, scenario: Scenario, split: str, device: torch.device) -> DeviceDataset:
+    """The "train" or "test" split of the data on the device, or streamed to it."""
+    part, labels = getattr(source, split), getattr(scenario, f"{split}_labels")
+    labels, mean, std = (t.to(device) for t in (labels, torch.tensor(source.mean), torch.tensor(source.std)))
+    images = place_on_device(part.images, device, config.data.stream)
+    return DeviceDataset(images, labels, mean, std, config.data.crop or None, memory_format_of(config, device))
