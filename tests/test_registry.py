@@ -55,7 +55,7 @@ assert "torch" in sys.modules and "tbbn.bench" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("registry", [r for r in REGISTRIES if r.kind != "dataset"], ids=lambda registry: registry.kind)
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)
 def test_what_is_built_in_has_a_line_and_says_where_it_comes_from(registry: Any) -> None:
     entries = registry.describe()
     assert entries

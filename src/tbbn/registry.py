@@ -72,8 +72,9 @@ class Entry(Generic[T]):
 class Registry(Generic[T]):
     """The names of one kind. A name taken twice is an error; an unknown name is an error that offers the nearest one."""
 
-    def __init__(self, kind: str, home: str) -> None:
+    def __init__(self, kind: str, home: str, *, configurable: bool = False) -> None:
         self.kind, self.home = kind, home  # the home module registers what is built in
+        self.configurable = configurable  # whether a config may set options of what is registered
         self._entries: dict[str, Entry[T]] = {}
 
     def register(
@@ -94,7 +95,9 @@ class Registry(Generic[T]):
                 f"{self.kind} {name!r} is already registered by {old.origin}; {origin} must use another name."
             )
         description = description or (inspect.getdoc(value) or "").partition("\n")[0].rstrip(".")
-        self._entries[name] = Entry(value, description, options_of(value) if options is None else options, origin)
+        if options is None:
+            options = options_of(value) if self.configurable else {}
+        self._entries[name] = Entry(value, description, options, origin)
         return value
 
     def decorator(
@@ -120,8 +123,14 @@ class Registry(Generic[T]):
         return dict(self.entry(name).options)
 
     def defaults(self, name: str) -> dict[str, Any]:
-        """The options that have a default, for a config; empty for a name that is not registered (its plugin may be missing)."""
-        found = self._entries[name].options if name in self else {}
+        """The options that have a default, for a config.
+
+        Empty for a name that is not registered: a config may be read where its plugin is missing, or cannot be loaded.
+        """
+        try:
+            found = self.options(name)
+        except UserError:
+            return {}
         return {option: known.default for option, known in found.items() if known.default is not None}
 
     def describe(self) -> dict[str, Entry[T]]:
@@ -159,8 +168,8 @@ def options_of(value: Any) -> dict[str, Option]:
     return {p.name: Option(None if p.default is p.empty else p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-METHODS: Registry[Any] = Registry("method", "tbbn.bench.methods")
-NORMS: Registry[Any] = Registry("norm", "tbbn.nn.convert")
+METHODS: Registry[Any] = Registry("method", "tbbn.bench.methods", configurable=True)
+NORMS: Registry[Any] = Registry("norm", "tbbn.nn.convert", configurable=True)
 DATASETS: Registry[Any] = Registry("dataset", "tbbn.bench.data.loading")
 BACKBONES: Registry[Any] = Registry("backbone", "tbbn.bench.models")
 AUGMENTATIONS: Registry[Any] = Registry("augmentation", "tbbn.bench.data.augment")

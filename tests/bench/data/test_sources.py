@@ -12,9 +12,10 @@ import PIL.Image
 import pytest
 import torch
 
-from tbbn.bench.data.loading import available, found, load
+from tbbn.bench.data.loading import found, load
 from tbbn.bench.data.sources import bundled, official
 from tbbn.errors import UserError
+from tbbn.registry import DATASETS
 
 
 def write_images(root: Path, classes: tuple[str, ...] = ("a", "b"), side: int = 8) -> None:
@@ -113,7 +114,7 @@ def test_a_folder_may_have_a_plus_in_its_name(tmp_path: Path) -> None:
 def test_found_looks_for_paths(tmp_path: Path) -> None:
     there = found(tmp_path / "nowhere")
     assert {name for name, is_there in there.items() if is_there} == {"digits", "synthetic"}
-    assert {*there} == {*available()} - {"folder:PATH", "packed:PATH", "A+B"}
+    assert {*there} == {*DATASETS} - {"folder", "packed", "arrays"}
     for path in official.OFFICIAL["cifar10"].paths:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).touch()

@@ -9,7 +9,7 @@ from typing import Any
 
 from tbbn.bench.config.protocols import QUIRKS
 from tbbn.errors import UserError
-from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, METHODS, NORMS, Registry
+from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, DATASETS, METHODS, NORMS, Registry
 
 Listed = dict[str, dict[str, Any]]  # by name: a line, and for what is registered its origin and options
 
@@ -26,9 +26,7 @@ def _registered(registry: Registry[Any]) -> Listed:
 
 
 def _datasets() -> Listed:
-    from tbbn.bench.data.loading import available
-
-    return {name: {"line": line} for name, line in available().items()}
+    return _registered(DATASETS) | {"A+B": {"line": "several of these one after the other, at 32x32 and in RGB"}}
 
 
 def _recipes() -> Listed:

@@ -208,7 +208,7 @@ _BUILT_IN: dict[str, tuple[str, Callable[[int | None], Augment]]] = {
 
 
 for _name, (_line, _make) in _BUILT_IN.items():
-    AUGMENTATIONS.register(_name, _make, _line, {})
+    AUGMENTATIONS.register(_name, _make, _line)
 
 
 def augmentation(name: str, *, crop: int | None = None) -> Augment:

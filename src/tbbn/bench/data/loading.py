@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +13,12 @@ from torch import Tensor
 
 from tbbn.bench.data.packed.index import PackedImages, is_packed, open_packed
 from tbbn.bench.data.sources import bundled, folders
+from tbbn.bench.data.sources.arrays import read_arrays, recall
 from tbbn.bench.data.sources.images import UNREADABLE, Progress
 from tbbn.bench.data.sources.official import OFFICIAL, Stats, fetch
 from tbbn.bench.data.types import Contents, Source, Split
 from tbbn.errors import UserError, unknown_name
+from tbbn.registry import DATASETS, register_dataset
 
 # Channel mean and standard deviation: ImageNet's usual ones, and those of the training images of digits and synthetic.
 _IMAGENET: Stats = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -24,21 +28,6 @@ _SEQUENCE: Stats = ((0.5, 0.5, 0.5), (1.0, 1.0, 1.0))  # the paper's code on its
 _SEQUENCE_SIZE = 32
 _PACKABLE = ("tiny-imagenet", "imagenet100")  # taken from NAME-packed under the root where that is there
 _ALIASES = {"dissimilar": "mnist+fashion-mnist+svhn+cifar10+stl10"}
-
-
-def available() -> dict[str, str]:
-    """Every name that `load` takes, with a line about it."""
-    return {
-        "digits": "10 handwritten digits of scikit-learn, 1 442 + 355 grey images of 8x8; no download",
-        "synthetic": "20 made-up classes, 40 + 10 images of 16x16 each; synthetic:CLASSESxTRAINxTESTxSIZE for others",
-        **{name: official.line for name, official in OFFICIAL.items()},
-        "tiny-imagenet": "200 classes, 100 000 + 10 000 images of 64x64; a folder, or its zip",
-        "imagenet100": "100 classes of ImageNet, stored at 256x256; a folder",
-        "dissimilar": "the paper's sequence of five unlike data sets at 32x32: " + _ALIASES["dissimilar"],
-        "packed:PATH": "a set packed by tbbn data pack: mapped, and read while training where it does not fit in memory",
-        "folder:PATH": "your own images: PATH/train/<class>/*, PATH/test/<class>/* or PATH/val/<class>/*",
-        "A+B": "several of these one after the other, at 32x32 and in RGB",
-    }
 
 
 def found(root: str | Path = "data") -> dict[str, bool]:
@@ -76,50 +65,113 @@ def load(
         raise UserError(f"{name}: size must be a positive number of pixels, got {size}")
     if "\0" in f"{name}{root}":
         raise UserError(f"{name!r} under {str(root)!r}: no path has a NUL in it")
-    root = Path(root).expanduser()
+    offered = {"root": Path(root).expanduser(), "download": download, "unreadable": unreadable}
+    offered |= {"size": size, "on_progress": on_progress}
     # A plus sign may also stand in a folder's name.
     if name.startswith(("folder:", "packed:")) and _is_folder(name):
-        return _one(name, root, download, size, unreadable, on_progress)
+        return _one(name, offered)
     names = "+".join(_ALIASES.get(part, part) for part in name.split("+")).split("+")
     if len(names) == 1:
-        return _one(name, root, download, size, unreadable, on_progress)
-    size = size or _SEQUENCE_SIZE
-    return _sequence(name, [_one(part, root, download, size, unreadable, on_progress) for part in names])
+        return _one(name, offered)
+    offered["size"] = size or _SEQUENCE_SIZE
+    return _sequence(name, [_one(part, offered) for part in names])
 
 
 def _is_folder(name: str) -> bool:
     return Path(name.partition(":")[2]).expanduser().is_dir()
 
 
-def _one(
-    name: str, root: Path, download: bool, size: int | None, unreadable: str, on_progress: Progress | None
+def _one(name: str, offered: dict[str, Any]) -> Source:
+    """Call a data set's function with those of the offered arguments that it names."""
+    base, colon, argument = name.partition(":")
+    make = DATASETS.get(base)
+    wanted = inspect.signature(make).parameters
+    if colon and "argument" not in wanted:
+        raise UserError(f"dataset {base!r} takes nothing after a colon, got {name!r}")
+    offered = {**offered, "name": name} | ({"argument": argument} if colon else {})
+    for parameter in wanted.values():
+        if parameter.name == "argument" and not colon and parameter.default is parameter.empty:
+            raise UserError(f"dataset {base!r} needs more after a colon: {DATASETS.entry(base).description}")
+        if parameter.name not in (*offered, "argument") and parameter.default is parameter.empty:
+            raise UserError(
+                f"dataset {base!r}: its function may take {', '.join(offered)} and argument, not {parameter.name!r}"
+            )
+    made = make(**{key: value for key, value in offered.items() if key in wanted})
+    if isinstance(made, Source):
+        return made
+    contents, stats = read_arrays(name, made)
+    return _source(name, contents, stats, offered["size"])
+
+
+@register_dataset("digits", "10 handwritten digits of scikit-learn, 1 442 + 355 grey images of 8x8; no download")
+def _digits(name: str, size: int | None) -> Source:
+    return _source(name, bundled.digits(), _DIGITS, size)
+
+
+@register_dataset(
+    "synthetic", "20 made-up classes, 40 + 10 images of 16x16 each; synthetic:CLASSESxTRAINxTESTxSIZE for others"
+)
+def _synthetic(name: str, size: int | None, argument: str = "20x40x10x16") -> Source:
+    return _source(name, bundled.synthetic(argument), _SYNTHETIC, size)
+
+
+def _official(
+    name: str, root: Path, size: int | None, download: bool, unreadable: str, on_progress: Progress | None
 ) -> Source:
-    options: folders.Options = {"unreadable": unreadable, "on_progress": on_progress}
-    if name.startswith("folder:"):
-        path = Path(name.removeprefix("folder:")).expanduser()
-        return _source(name, folders.read_folder(name, path, size, **options), _IMAGENET)
-    if name.startswith("packed:"):
-        return _packed(name, Path(name.removeprefix("packed:")).expanduser(), size)
-    if name in _PACKABLE and is_packed(root / f"{name}-packed"):
-        return _packed(name, root / f"{name}-packed", size)
-    if name == "tiny-imagenet":
-        return _source(name, folders.read_tiny_imagenet(root, size or 64, **options), _IMAGENET)
-    if name == "imagenet100":
-        return _source(name, folders.read_imagenet100(root, size or 256, **options), _IMAGENET)
-    if name == "digits":
-        return _source(name, bundled.digits(), _DIGITS, size)
-    if name == "synthetic" or name.startswith("synthetic:"):
-        return _source(name, bundled.synthetic(*name.split(":", 1)[1:]), _SYNTHETIC, size)
-    if name not in OFFICIAL:
-        raise unknown_name("dataset", name, available())
     official = OFFICIAL[name]
     if not official.lies_under(root) and folders.is_folder_set(root / name):
-        n_channels = len(official.stats[0])
-        contents = folders.read_folder(name, root / name, size, channels=n_channels, **options)
+        options: folders.Options = {"unreadable": unreadable, "on_progress": on_progress}
+        contents = folders.read_folder(name, root / name, size, channels=len(official.stats[0]), **options)
         return _source(name, contents, official.stats)
     if not official.lies_under(root):
         fetch(name, root, download=download)
     return _source(name, official.read(root), official.stats, size)
+
+
+for _name in OFFICIAL:
+    DATASETS.register(_name, _official, OFFICIAL[_name].line)
+
+
+@register_dataset("tiny-imagenet", "200 classes, 100 000 + 10 000 images of 64x64; a folder, or its zip")
+def _tiny_imagenet(name: str, root: Path, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
+    if is_packed(root / f"{name}-packed"):
+        return _packed(name, root / f"{name}-packed", size)
+    contents = folders.read_tiny_imagenet(root, size or 64, unreadable=unreadable, on_progress=on_progress)
+    return _source(name, contents, _IMAGENET)
+
+
+@register_dataset("imagenet100", "100 classes of ImageNet, stored at 256x256; a folder")
+def _imagenet100(name: str, root: Path, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
+    if is_packed(root / f"{name}-packed"):
+        return _packed(name, root / f"{name}-packed", size)
+    contents = folders.read_imagenet100(root, size or 256, unreadable=unreadable, on_progress=on_progress)
+    return _source(name, contents, _IMAGENET)
+
+
+@register_dataset("dissimilar", f"the paper's sequence of five unlike data sets at 32x32: {_ALIASES['dissimilar']}")
+def _dissimilar() -> Source:
+    raise AssertionError("load replaces the name by those of its parts")
+
+
+@register_dataset("packed", "packed:PATH, made by tbbn data pack; read during training if it does not fit in memory")
+def _packed_folder(name: str, argument: str, size: int | None) -> Source:
+    return _packed(name, Path(argument).expanduser(), size)
+
+
+@register_dataset(
+    "folder", "folder:PATH, your own images in PATH/train/<class>/ and PATH/test/<class>/ or PATH/val/<class>/"
+)
+def _folder(name: str, argument: str, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
+    options: folders.Options = {"unreadable": unreadable, "on_progress": on_progress}
+    contents = folders.read_folder(name, Path(argument).expanduser(), size, **options)
+    return _source(name, contents, _IMAGENET)
+
+
+@register_dataset("arrays", "arrays:DIGEST, what was given to tbbn.run(data=...) in this process")
+def _arrays(argument: str, size: int | None) -> Source:
+    source = recall(argument)
+    contents = Contents(source.train, source.test, source.classes)
+    return _source(source.name, contents, (source.mean, source.std), size)
 
 
 def _source(name: str, contents: Contents, stats: Stats, size: int | None = None) -> Source:

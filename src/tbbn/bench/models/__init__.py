@@ -58,7 +58,7 @@ _BUILT_IN: dict[str, tuple[str, Callable[[int, bool], Backbone]]] = {
 
 
 for _name, (_description, _build) in _BUILT_IN.items():
-    BACKBONES.register(_name, _build, _description, {})
+    BACKBONES.register(_name, _build, _description)
 
 
 def backbone(

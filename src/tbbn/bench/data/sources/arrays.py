@@ -1,0 +1,185 @@
+"""Images that are in memory already, as a data set: arrays, tensors, or torch Datasets.
+
+Images are (N, H, W), (N, C, H, W) or (N, H, W, C); where both fit, channels come second. They are uint8, or floats in [0, 1],
+which are rounded to uint8: the bench stores bytes. Labels are whole numbers or text, one for each image. Data without a test
+part is split by :func:`with_test`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tbbn.bench.data.types import Contents, Source, Split
+from tbbn.errors import UserError
+
+Stats = tuple[tuple[float, ...], tuple[float, ...]]
+_CHANNELS = (1, 3)  # a last axis of this length holds channels, unless the second does
+_EVERY = 5  # of a class's images, the fifth, tenth, ... are for test where nobody has split them
+
+# What was given to tbbn.run in this process, by digest. Whoever holds a result keeps its data.
+_given: weakref.WeakValueDictionary[str, Source] = weakref.WeakValueDictionary()
+
+
+def remember(data: Any) -> Source:
+    """The data as a source whose name, ``arrays:DIGEST``, a config can hold; :func:`recall` finds it while it is in use."""
+    contents, stats = read_arrays("data", data)
+    found = hashlib.sha256()
+    for split in (contents.train, contents.test):
+        assert isinstance(split.images, Tensor)
+        found.update(f"{tuple(split.images.shape)}".encode())
+        found.update(split.images.contiguous().numpy().data)
+        found.update(split.labels.contiguous().numpy().data)
+    digest = found.hexdigest()[:16]
+    groups = (0,) * len(contents.classes)
+    source = Source(f"arrays:{digest}", contents.train, contents.test, contents.classes, groups, *stats)
+    return _given.setdefault(digest, source)
+
+
+def recall(digest: str) -> Source:
+    """What :func:`remember` was given."""
+    if digest not in _given:
+        raise UserError(
+            f"dataset 'arrays:{digest}' was given in memory and is not there any more; pass the same data to tbbn.run(data=...)"
+        )
+    return _given[digest]
+
+
+def read_arrays(name: str, data: Any) -> tuple[Contents, Stats]:
+    """Both splits of ``(train, test)``, or of data without a test part; and the channels' mean and standard deviation.
+
+    Each part is a pair (images, labels) or a torch Dataset of such pairs.
+    """
+    train, test = _parts(name, data)
+    images, labels = _pair(f"{name}, train", train)
+    if test is None:
+        held_out = _held_out(labels)
+        chosen = torch.tensor([not out for out in held_out])
+        parts = [(images[chosen], [x for x, out in zip(labels, held_out, strict=True) if not out])]
+        parts.append((images[~chosen], [x for x, out in zip(labels, held_out, strict=True) if out]))
+    else:
+        parts = [(images, labels), _pair(f"{name}, test", test)]
+    classes = sorted(set(parts[0][1]), key=lambda label: (isinstance(label, str), label))
+    unknown = set(parts[1][1]) - set(classes)
+    if unknown:
+        raise UserError(f"{name}: test images of class {sorted(map(str, unknown))[0]!r}, which has no training images")
+    ids = {label: i for i, label in enumerate(classes)}
+    splits = [Split(x, torch.tensor([ids[label] for label in y], dtype=torch.long)) for x, y in parts]
+    for part, split in zip(("train", "test"), splits, strict=True):
+        if not len(split.labels):
+            raise UserError(f"{name}: no {part} images")
+    return Contents(splits[0], splits[1], tuple(map(str, classes))), _statistics(parts[0][0])
+
+
+def _held_out(labels: list[Any]) -> list[bool]:
+    """Every 5th image of each class, in the order in which they come, is for test."""
+    seen: dict[Any, int] = {}
+    held_out = []
+    for label in labels:
+        seen[label] = seen.get(label, 0) + 1
+        held_out.append(seen[label] % _EVERY == 0)
+    return held_out
+
+
+def _parts(name: str, data: Any) -> tuple[Any, Any]:
+    """The training and the test part; None as the test part where there is one part only."""
+    if _is_dataset(data):
+        return data, None
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise UserError(
+            f"{name}: must be (images, labels), ((images, labels), (images, labels)), a torch Dataset or two of them, "
+            f"got {_shown(data)}"
+        )
+    first, second = data
+    whole = all(_is_dataset(part) or (isinstance(part, tuple | list) and len(part) == 2) for part in (first, second))
+    return (first, second) if whole and not hasattr(first, "shape") else (data, None)
+
+
+def _is_dataset(data: Any) -> bool:
+    has = all(hasattr(data, name) for name in ("__getitem__", "__len__"))
+    return has and not isinstance(data, tuple | list | str | dict) and not hasattr(data, "shape")
+
+
+def _pair(name: str, data: Any) -> tuple[Tensor, list[Any]]:
+    """Images (N, C, H, W) uint8, and as many labels."""
+    if _is_dataset(data):
+        images, labels = _rows_of(name, data)
+    else:
+        images, labels = _tensor(f"{name} images", data[0]), data[1]
+    images = _bytes(name, _channels_second(name, images))
+    labels = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+    if len(labels) != len(images):
+        raise UserError(f"{name}: {len(images)} images but {len(labels)} labels")
+    for label in labels:
+        if not isinstance(label, int | str) or isinstance(label, bool):
+            raise UserError(f"{name}: labels must be whole numbers or text, got {label!r}")
+    return images, labels
+
+
+def _rows_of(name: str, dataset: Any) -> tuple[Tensor, list[Any]]:
+    images, labels = [], []
+    for i in range(len(dataset)):
+        row = dataset[i]
+        if not isinstance(row, tuple | list) or len(row) != 2:
+            raise UserError(f"{name}: a Dataset must hold pairs (image, label), got {_shown(row)}")
+        images.append(_tensor(f"{name} image {i}", row[0]))
+        labels.append(row[1].item() if hasattr(row[1], "item") else row[1])
+        if images[-1].shape != images[0].shape:
+            shapes = [tuple(image.shape) for image in (images[0], images[-1])]
+            raise UserError(f"{name}: images must have one size, got {shapes[0]} and {shapes[1]}")
+    if not images:
+        raise UserError(f"{name}: no images")
+    return torch.stack(images), labels
+
+
+def _tensor(name: str, values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    import numpy as np
+
+    try:
+        return torch.from_numpy(np.array(values))  # a copy: the array may be read-only, or an image of PIL
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name}: cannot become a tensor: {error}") from None
+
+
+def _channels_second(name: str, images: Tensor) -> Tensor:
+    if images.dim() == 3:
+        images = images.unsqueeze(1)
+    if images.dim() != 4 or 0 in images.shape:
+        shape = tuple(images.shape)
+        raise UserError(f"{name}: images must be (N, H, W), (N, C, H, W) or (N, H, W, C), got {shape}")
+    if images.shape[1] not in _CHANNELS and images.shape[3] in _CHANNELS:
+        images = images.permute(0, 3, 1, 2)
+    return images.contiguous()
+
+
+def _bytes(name: str, images: Tensor) -> Tensor:
+    if images.dtype == torch.uint8:
+        return images
+    if images.is_floating_point() and bool(((images >= 0) & (images <= 1)).all()):
+        return images.float().mul(255).round().to(torch.uint8)
+    low, high = images.min().item(), images.max().item()
+    raise UserError(f"{name}: images must be uint8, or floats in [0, 1], got {images.dtype} from {low:g} to {high:g}")
+
+
+def _statistics(images: Tensor) -> Stats:
+    """Mean and standard deviation of each channel, pixels in [0, 1]; a constant channel counts as one of unit deviation."""
+    means, deviations = [], []
+    for channel in images.unbind(1):
+        counts = torch.bincount(channel.flatten().long(), minlength=256).double()
+        values = torch.arange(256, dtype=torch.float64) / 255
+        mean = (counts @ values) / counts.sum()
+        deviation = (counts @ (values - mean).square() / counts.sum()).sqrt()
+        means.append(round(mean.item(), 4))
+        deviations.append(round(deviation.item(), 4) or 1.0)
+    return tuple(means), tuple(deviations)
+
+
+def _shown(value: Any) -> str:
+    text = f"{type(value).__name__} {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+    return " ".join(text.split())[:60]

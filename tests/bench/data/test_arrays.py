@@ -1,0 +1,165 @@
+"""Arrays, tensors and torch Datasets as a data set."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from tbbn.bench.data.loading import load
+from tbbn.bench.data.sources.arrays import read_arrays, remember
+from tbbn.errors import UserError
+from tbbn.registry import register_dataset, temporary
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (20, 3, 6, 5), dtype=np.uint8)
+LABELS = np.arange(20) % 4
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.rows[i]
+
+
+def images_of(data: Any) -> torch.Tensor:
+    contents, _ = read_arrays("mine", data)
+    assert isinstance(contents.train.images, torch.Tensor)
+    return contents.train.images
+
+
+PAIR = (IMAGES, LABELS)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        PAIR,
+        [IMAGES, LABELS.tolist()],
+        (torch.from_numpy(IMAGES), torch.from_numpy(LABELS)),
+        (IMAGES.transpose(0, 2, 3, 1), LABELS),  # channels last
+        (IMAGES.astype(np.float64) / 255, LABELS),
+        Rows([(image, int(label)) for image, label in zip(IMAGES, LABELS, strict=True)]),
+        TensorDataset(torch.from_numpy(IMAGES), torch.from_numpy(LABELS)),
+    ],
+    ids=["arrays", "lists", "tensors", "channels last", "floats", "Dataset", "TensorDataset"],
+)
+def test_every_form_gives_the_same_bytes(part: Any) -> None:
+    contents, (mean, std) = read_arrays("mine", (part, part))
+    for split in (contents.train, contents.test):
+        assert isinstance(split.images, torch.Tensor) and split.images.dtype == torch.uint8
+        assert np.array_equal(split.images.numpy(), IMAGES)
+        assert split.labels.tolist() == LABELS.tolist() and split.labels.dtype == torch.long
+    assert contents.classes == ("0", "1", "2", "3")
+    assert mean == pytest.approx((IMAGES / 255).mean((0, 2, 3)), abs=1e-4)
+    assert std == pytest.approx((IMAGES / 255).std((0, 2, 3)), abs=1e-4)
+
+
+def test_grey_images_and_constant_ones() -> None:
+    contents, _ = read_arrays("mine", ((IMAGES[:, 0], LABELS), (IMAGES[:, 0], LABELS)))
+    assert contents.train.images.shape == (20, 1, 6, 5)
+    assert read_arrays("mine", (np.full((10, 4, 4), 51, np.uint8), [0, 1] * 5))[1] == ((0.2,), (1.0,))
+
+
+def test_images_of_pil() -> None:
+    image = pytest.importorskip("PIL.Image")
+    rows = [(image.fromarray(pixels.transpose(1, 2, 0)), int(label)) for pixels, label in zip(*PAIR, strict=True)]
+    assert np.array_equal(images_of((Rows(rows), Rows(rows))).numpy(), IMAGES)
+
+
+def test_without_a_test_part_every_fifth_image_of_a_class_is_held_out() -> None:
+    contents, _ = read_arrays("mine", PAIR)
+    held_out = [16, 17, 18, 19]  # five images a class: the fifth of each
+    assert isinstance(contents.test.images, torch.Tensor)
+    assert np.array_equal(contents.test.images.numpy(), IMAGES[held_out])
+    assert contents.test.labels.tolist() == [0, 1, 2, 3] and len(contents.train.labels) == 16
+    same, _ = read_arrays("mine", TensorDataset(torch.from_numpy(IMAGES), torch.from_numpy(LABELS)))
+    assert torch.equal(same.test.labels, contents.test.labels)
+
+
+def test_labels_become_ids_in_sorted_order() -> None:
+    contents, _ = read_arrays("mine", ((IMAGES[:3], ["dog", "cat", "eel"]), (IMAGES[:1], ["eel"])))
+    assert contents.classes == ("cat", "dog", "eel")
+    assert contents.train.labels.tolist() == [1, 0, 2] and contents.test.labels.tolist() == [2]
+    contents, _ = read_arrays("mine", ((IMAGES[:2], [30, 7]), (IMAGES[:1], [30])))
+    assert contents.classes == ("7", "30") and contents.train.labels.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (3, r"must be \(images, labels\), .* got 3"),
+        ((IMAGES,), r"must be \(images, labels\)"),
+        ((IMAGES, LABELS[:3]), "20 images but 3 labels"),
+        ((IMAGES[0, 0], LABELS), r"images must be \(N, H, W\), .* got \(6, 5\)"),
+        ((IMAGES.astype(np.int64), LABELS), r"uint8, or floats in \[0, 1\], got torch.int64 from 0 to 255"),
+        ((IMAGES * 2.0, LABELS), "from 0 to 510"),
+        ((IMAGES, LABELS / 2), "labels must be whole numbers or text, got 0.0"),
+        ((PAIR, (IMAGES[:1], [9])), "test images of class '9', which has no training images"),
+        ((IMAGES[:4], [0, 1, 2, 3]), "no test images"),
+        (Rows([]), "no images"),
+        (Rows([3]), r"pairs \(image, label\), got 3"),
+        (Rows([(IMAGES[0], 0), (IMAGES[0, :, 1:], 0)]), r"one size, got \(3, 6, 5\) and \(3, 5, 5\)"),
+        ((["a", "b"], [0, 1]), "cannot become a tensor"),
+    ],
+)
+def test_mistakes_are_one_line(data: Any, wanted: str) -> None:
+    with pytest.raises(UserError, match=wanted) as error:
+        read_arrays("mine", data)
+    assert "\n" not in str(error.value) and str(error.value).startswith("mine")
+
+
+def test_what_was_given_has_a_name_while_somebody_holds_it() -> None:
+    source = remember(PAIR)
+    assert source.name.startswith("arrays:") and remember((IMAGES.copy(), LABELS)) is source
+    other = remember((IMAGES, LABELS[::-1]))
+    assert other.name != source.name
+    loaded = load(source.name)
+    assert loaded.name == source.name and loaded.train.images is source.train.images
+    assert load(source.name, size=8).train.images.shape == (16, 3, 8, 8)
+    name = source.name
+    del source, loaded
+    gc.collect()
+    with pytest.raises(UserError, match=rf"'{name}' was given in memory and is not there any more; pass the same data"):
+        load(name)
+
+
+@temporary()
+def test_a_data_set_of_ones_own() -> None:
+    seen: dict[str, Any] = {}
+
+    @register_dataset("mine", "20 random images")
+    def mine(root: Any, size: Any, argument: str = "all") -> Any:
+        seen.update(root=str(root), size=size, argument=argument)
+        return PAIR, PAIR
+
+    source = load("mine", "here", size=8)
+    assert source.name == "mine" and source.train.images.shape == (20, 3, 8, 8)
+    assert seen == {"root": "here", "size": 8, "argument": "all"}
+    assert load("mine:half").name == "mine:half" and seen["argument"] == "half"
+    assert load("mine+mine").classes == tuple(f"mine/{i}" for i in (0, 1, 2, 3)) * 2
+
+    @register_dataset("plain")
+    def plain() -> Any:
+        return source
+
+    assert load("plain") is source
+    with pytest.raises(UserError, match="'plain' takes nothing after a colon, got 'plain:3'"):
+        load("plain:3")
+
+    @register_dataset("odd")
+    def odd(colour: str) -> Any: ...
+
+    with pytest.raises(UserError, match=r"dataset 'odd': its function may take root, .* not 'colour'"):
+        load("odd")
+    with pytest.raises(UserError, match="dataset 'folder' needs more after a colon: folder:PATH"):
+        load("folder")
