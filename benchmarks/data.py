@@ -64,7 +64,7 @@ def packing(source: Path, folder: Path) -> dict[str, Any]:
             "seconds": round(seconds, 1),
             "images/s": round(outcome.decoded / seconds),
             "parent's CPU seconds": round(time.process_time() - cpu, 1),
-            "GiB": round(outcome.n_bytes / 2**30, 2),
+            "GiB": round(outcome.packed.n_bytes / 2**30, 2),
         }
     return found
 

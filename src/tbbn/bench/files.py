@@ -64,8 +64,8 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process; another process that asks for it gets a `UserError` at once.
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a folder for this process. If another process holds it, raise a `UserError` at once, or `wait` for it.
 
     The lock ends with its process, even if that is killed. The folder is created if needed, and removed again if it
     is still empty at the end.
@@ -78,7 +78,7 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError:
         _remove_empty(created)
         raise
-    lock = FileLock(folder / LOCK, timeout=0)
+    lock = FileLock(folder / LOCK, timeout=-1 if wait else 0)
     try:
         lock.acquire()
     except Timeout:

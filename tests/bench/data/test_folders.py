@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from tbbn.bench.data.loading import load
-from tbbn.bench.data.sources import images as decoding
+from tbbn.bench.data.packed.index import check_packed
+from tbbn.bench.data.sources import folders
 from tbbn.bench.data.types import Source
+from tbbn.bench.files import locked
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
 
@@ -161,7 +164,7 @@ def test_a_wrong_annotation_names_its_line(tmp_path: Path) -> None:
     root = tmp_path / "tiny-imagenet-200"
     write_tiny(root, True)
     (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn01\nval_1.JPEG\tn99\n")
-    with pytest.raises(UserError, match=r"val_annotations.txt, line 2: needs a file and a class that train has"):
+    with pytest.raises(UserError, match=r"val_annotations.txt, line 2: needs a file and a class of train"):
         load("tiny-imagenet", tmp_path)
     (root / "val/val_annotations.txt").write_text("gone.JPEG\tn01\n")
     with pytest.raises(UserError, match=r"gone.JPEG: does not exist"):
@@ -192,39 +195,82 @@ def test_imagenet100_without_a_list_takes_the_first_hundred(tmp_path: Path) -> N
 
 def test_imagenet100_of_fewer_classes_asks_for_a_list(tmp_path: Path) -> None:
     write_set(tmp_path / "imagenet100", test="val")
-    with pytest.raises(UserError, match=r"needs 100 class folders, has 2; or list them in .*classes.txt"):
+    with pytest.raises(UserError, match=r"needs 100 class folders, has 2; or list the classes in .*classes.txt"):
         load("imagenet100", tmp_path)
 
 
-def test_a_large_set_is_decoded_once_and_mapped_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "imagenet100"
-    write_set(root, test="val")
-    (root / "classes.txt").write_text("ant\nbee\n")
-    plain = load("imagenet100", tmp_path, size=6)
-    assert not list(root.glob("packed-*"))
-    monkeypatch.setattr(decoding, "_PACKED_FROM", 1)
+def write_imagenet(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ImageNet-100 of two classes that is large enough to be kept decoded."""
+    write_set(root / "imagenet100", test="val")
+    (root / "imagenet100/classes.txt").write_text("bee\nant\n")
+    monkeypatch.setattr(folders, "_CACHED_FROM", 1)
+    return root / "imagenet100"
+
+
+def tensors(source: Source) -> list[torch.Tensor]:
+    return [split.images.to("cpu") for split in (source.train, source.test)]
+
+
+def test_a_large_set_is_decoded_once_into_a_packed_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_imagenet(tmp_path, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "_CACHED_FROM", 1 << 30)
+        plain = load("imagenet100", tmp_path, size=8)  # larger than the images: they are enlarged
+        assert isinstance(plain.train.images, torch.Tensor) and not (root / "packed-8").exists()
     heard: list[int] = []
-    first = load("imagenet100", tmp_path, size=6, on_progress=lambda done, n: heard.append(done))
-    again = load("imagenet100", tmp_path, size=6, on_progress=lambda done, n: heard.append(-done))
-    assert heard == [4, 6]
+    first = load("imagenet100", tmp_path, size=8, on_progress=lambda done, n: heard.append(done))
+    assert heard == sorted(heard) and heard[-1] == 6
+    again = load("imagenet100", tmp_path, size=8, on_progress=lambda done, n: heard.append(-done))
+    assert heard[-1] == 6, "decoded twice"
     for source in (first, again):
-        assert torch.equal(source.train.images, plain.train.images)
-        assert torch.equal(source.test.images, plain.test.images)
-    packed = sorted(path.name for path in root.glob("packed-*"))
-    assert [name.rsplit("-", 1)[0] for name in packed] == ["packed-train-6", "packed-val-6"]
+        assert source.classes == plain.classes and source.mean == plain.mean
+        assert torch.equal(source.train.labels, plain.train.labels)
+        assert all(map(torch.equal, tensors(source), tensors(plain)))
+    assert not check_packed(root / "packed-8").problems
     save(root / "train/bee/1.png", picture(50))
     changed = load("imagenet100", tmp_path, size=6)
-    assert torch.equal(changed.train.images[3], chw(picture(50)))
-    assert len(list(root.glob("packed-train-*"))) == 1
+    assert torch.equal(tensors(changed)[0][1], chw(picture(50)))
+    assert torch.equal(tensors(load("imagenet100", tmp_path, size=8))[1], tensors(plain)[1])
+    assert sorted(path.name for path in root.glob("packed-*")) == ["packed-6", "packed-8"]
+
+
+def test_a_cache_of_changed_images_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_imagenet(tmp_path, monkeypatch)
+    load("imagenet100", tmp_path, size=6)
+    save(root / "train/ant/1.png", picture(50))
+    assert torch.equal(tensors(load("imagenet100", tmp_path, size=6))[0][3], chw(picture(50)))
+    (root / "classes.txt").write_text("ant\n")
+    assert len(load("imagenet100", tmp_path, size=6).train.labels) == 2
+
+
+def test_a_cache_is_read_where_nothing_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_imagenet(tmp_path, monkeypatch)
+    expected = tensors(load("imagenet100", tmp_path, size=6))
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tbbn.bench.data.packed.writer.locked", refused)
+    assert all(map(torch.equal, tensors(load("imagenet100", tmp_path, size=6)), expected))
+    save(root / "train/ant/1.png", picture(50))  # the cache is out of date and cannot be replaced
+    source = load("imagenet100", tmp_path, size=6)
+    assert isinstance(source.train.images, torch.Tensor) and torch.equal(source.train.images[3], chw(picture(50)))
 
 
 def test_without_room_a_large_set_is_decoded_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_set(tmp_path / "imagenet100", test="val")
-    (tmp_path / "imagenet100/classes.txt").write_text("bee\n")
-    monkeypatch.setattr(decoding, "_PACKED_FROM", 1)
-    monkeypatch.setattr(decoding.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
-    assert torch.equal(load("imagenet100", tmp_path, size=6).test.images[0], chw(picture(101)))
-    assert not list((tmp_path / "imagenet100").glob("packed-*"))
+    root = write_imagenet(tmp_path, monkeypatch)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    assert torch.equal(load("imagenet100", tmp_path, size=6).test.images[1], chw(picture(100)))
+    assert not list(root.glob("packed-*"))
+
+
+def test_a_second_process_waits_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_imagenet(tmp_path, monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        with locked(root / "packed-6"):
+            loading = pool.submit(load, "imagenet100", tmp_path, size=6)
+            assert not wait([loading], 0.3).done
+        assert torch.equal(tensors(loading.result(60))[1][1], chw(picture(100)))
 
 
 def test_each_mistake_in_a_folder_is_one_line(tmp_path: Path) -> None:
@@ -253,7 +299,7 @@ def test_unreadable_images_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train/bee/0.png: is not a readable image"):
         folder(tmp_path)
     broken.write_bytes(b"text")
-    with pytest.raises(UserError, match=r"train/bee/0.png: is not a readable image \(of no known format\)"):
+    with pytest.raises(UserError, match=r"train/bee/0.png: is not a readable image \(unknown format\)"):
         folder(tmp_path)
     broken.unlink()
     save(tmp_path / "train/bee/0.tif", np.zeros((6, 6), np.float32))
@@ -282,8 +328,8 @@ def test_unreadable_images_are_named_and_counted(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         folder(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}/train/ant/0.png: is not a readable image (of no known format); 4 of 7 are not; "
-        "mend or remove, or leave out with data.unreadable = 'skip'"
+        f"{tmp_path}/train/ant/0.png: is not a readable image (unknown format); 4 of 7 images are unreadable; "
+        "repair or remove, or leave out with data.unreadable = 'skip'"
     )
     with pytest.raises(UserError, match="unknown way to treat unreadable images 'ignore'; choose one of: fail, skip"):
         folder(tmp_path, unreadable="ignore")
@@ -310,27 +356,37 @@ def test_a_class_of_unreadable_images_alone_is_an_error_even_where_they_are_left
     with pytest.raises(UserError, match=r"test/bee: holds no readable image"):
         folder(tmp_path, unreadable="skip")
     (tmp_path / "test/ant/0.png").write_bytes(b"")
-    with pytest.raises(UserError, match=r"test/ant/0.png: .*; nor is any other image of this part"):
+    with pytest.raises(UserError, match=r"test/ant/0.png: .*; no image of this part"):
         folder(tmp_path, unreadable="skip")
 
 
-def test_a_packed_set_leaves_unreadable_images_out_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_leaves_unreadable_images_out_only_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     break_some(tmp_path / "imagenet100")
     (tmp_path / "imagenet100/classes.txt").write_text("ant\nbee\n")
-    monkeypatch.setattr(decoding, "_PACKED_FROM", 1)
+    monkeypatch.setattr(folders, "_CACHED_FROM", 1)
+    complaint = (
+        r"^train/ant/0.png: .* \(unknown format\); 5 of 10 images are unreadable; .* with data.unreadable = 'skip'"
+    )
+    with pytest.raises(UserError, match=complaint):
+        load("imagenet100", tmp_path, size=6)
     source = load("imagenet100", tmp_path, size=6, unreadable="skip")
     assert len(source.skipped) == 5
-    assert torch.equal(source.train.images, torch.stack([chw(picture(seed)) for seed in (1, 10, 11)]))
+    assert torch.equal(tensors(source)[0], torch.stack([chw(picture(seed)) for seed in (1, 10, 11)]))
+    with pytest.raises(UserError, match=complaint):  # from the cache that lacks them
+        load("imagenet100", tmp_path, size=6)
+    (tmp_path / "imagenet100/test/bee/0.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"imagenet100: class 'bee' has no readable image in test"):
+        load("imagenet100", tmp_path, size=6, unreadable="skip")
 
 
 @pytest.mark.parametrize(
     ("name", "twin", "how"),
     [
-        ("bee", "Bee", "differ in case, spaces or zeros only"),
-        ("bee", "bee ", "differ in case, spaces or zeros only"),
-        ("1", "01", "differ in case, spaces or zeros only"),
-        ("caf\u00e9", "cafe\u0301", "differ in case, spaces or zeros only"),
-        ("bee", "wasp", "are one folder"),
+        ("bee", "Bee", "differ only in case, spaces or zeros"),
+        ("bee", "bee ", "differ only in case, spaces or zeros"),
+        ("1", "01", "differ only in case, spaces or zeros"),
+        ("caf\u00e9", "cafe\u0301", "differ only in case, spaces or zeros"),
+        ("bee", "wasp", "are the same folder"),
     ],
 )
 def test_a_class_that_is_there_twice_is_refused(tmp_path: Path, name: str, twin: str, how: str) -> None:
@@ -348,10 +404,10 @@ def test_lists_of_names_lead_nowhere_else(tmp_path: Path) -> None:
     write_set(tmp_path / "imagenet100", test="val")
     for name in ("..", "../imagenet100", "/etc", "a\\b"):
         (tmp_path / "imagenet100/classes.txt").write_text(f"ant\n{name}\n")
-        with pytest.raises(UserError, match=r"classes.txt: '.*' is a path; only plain names are read"):
+        with pytest.raises(UserError, match=r"classes.txt: '.*' is a path; only plain names are allowed"):
             load("imagenet100", tmp_path)
     (tmp_path / "imagenet100/classes.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"classes.txt: is not a text in UTF-8"):
+    with pytest.raises(UserError, match=r"classes.txt: not UTF-8 text"):
         load("imagenet100", tmp_path)
     root = tmp_path / "tiny-imagenet-200"
     write_tiny(root, True)
@@ -363,11 +419,11 @@ def test_lists_of_names_lead_nowhere_else(tmp_path: Path) -> None:
 def test_images_of_several_sizes_ask_for_one(tmp_path: Path) -> None:
     write_set(tmp_path)
     save(tmp_path / "train/bee/2.png", picture(0, 5, 7))
-    with pytest.raises(UserError, match=r"differ in size \(6x6 and 7x5: .*bee/2.png\); give a size"):
+    with pytest.raises(UserError, match=r"differ in size \(6x6 and 7x5: .*bee/2.png\); set data.size"):
         folder(tmp_path)
     assert folder(tmp_path, size=4).train.images.shape == (5, 3, 4, 4)
     (tmp_path / "train/bee/2.png").unlink()
     for name in ("ant", "bee"):
         save(tmp_path / f"test/{name}/0.png", picture(0, 8, 8))
-    with pytest.raises(UserError, match="images of train and test differ in size; give a size"):
+    with pytest.raises(UserError, match=r"images of train \(3x6x6\) and test \(3x8x8\) differ in size; set data.size"):
         folder(tmp_path)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -55,19 +53,6 @@ def test_herding_of_rows_that_are_not_finite_still_picks_distinct_rows():
     assert sorted(herding(features, 12).tolist()) == list(range(12))
     picks = select("herding", torch.full((12, 4), torch.nan), torch.tensor([0] * 9 + [1] * 3), 5)
     assert len(set(picks.tolist())) == 8
-
-
-@pytest.mark.parametrize("n", [20, 500])
-def test_herding_of_cifar_takes_less_than_a_second(n):
-    features = torch.randn(50_000, 64, generator=gen("cifar"))
-    labels = torch.arange(50_000) % 100
-    times = []
-    while len(times) < 4 and min(times, default=1) >= 1:  # other processes may slow one attempt
-        start = time.perf_counter()
-        picks = select("herding", features, labels, n)
-        times.append(time.perf_counter() - start)
-        assert len(picks) == 100 * n
-    assert min(times) < 1
 
 
 def test_entropy_takes_the_least_certain_rows_first():

@@ -22,9 +22,10 @@ from tbbn.bench.data.loading import found, load
 from tbbn.bench.data.packed import index as packed
 from tbbn.bench.data.packed import shards
 from tbbn.bench.data.packed.index import check_packed, open_packed
-from tbbn.bench.data.packed.pack import _shard_images, pack
+from tbbn.bench.data.packed.pack import pack
 from tbbn.bench.data.packed.shards import run_lengths
 from tbbn.bench.data.packed.stream import StreamedImages
+from tbbn.bench.data.packed.writer import images_per_shard
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
 
@@ -64,11 +65,11 @@ def test_a_packed_set_is_the_folder_it_was_made_from(tmp_path: Path, test: str) 
     outcome = pack(
         source, tmp_path / "out", workers=1, shard_bytes=3 * 192, on_progress=lambda *done: heard.append(done)
     )
-    assert outcome.decoded == 15 and outcome.n_bytes == 15 * 192 and heard == [(i, 15) for i in range(1, 16)]
+    assert outcome.decoded == 15 and outcome.packed.n_bytes == 15 * 192 and heard == [(i, 15) for i in range(1, 16)]
     assert [len(images.shards) for images in outcome.packed.images] == [4, 1]
     equal(tmp_path / "out", source)
     files = {file.name for file in (tmp_path / "out").iterdir()}
-    assert files == {"index.json", "plan.json", ".lock", *(f"train-0000{i}.u8" for i in range(4)), "test-00000.u8"}
+    assert files == {"index.json", "storage.json", ".lock", *(f"train-0000{i}.u8" for i in range(4)), "test-00000.u8"}
 
 
 def test_images_of_one_size_keep_it_and_others_become_centre_squares(tmp_path: Path) -> None:
@@ -126,14 +127,14 @@ def test_processes_that_decode_begin_without_torch() -> None:
     ids=["a few", "some classes", "Tiny-ImageNet", "ImageNet", "huge ones"],
 )
 def test_a_set_has_shards_for_many_processes_and_no_more_than_it_needs(n: int, side: int, shards: int) -> None:
-    assert -(-n // _shard_images(n, 3 * side * side)) == shards
+    assert -(-n // images_per_shard(n, 3 * side * side)) == shards
 
 
 def test_a_set_is_repaired_in_the_shards_it_has(tmp_path: Path) -> None:
     source, out = write_set(tmp_path / "set", n=9), tmp_path / "out"
     pack(source, out, workers=1, shard_bytes=4 * 192)
     before = {file.name: file.read_bytes() for file in out.glob("*.u8")}
-    with pytest.raises(UserError, match="of other images, or of another size"):
+    with pytest.raises(UserError, match="of other images or another size"):
         pack(source, out, workers=1, shard_bytes=5 * 192)
     (out / "train-00001.u8").unlink()
     assert pack(source, out, workers=1).decoded == 4
@@ -145,7 +146,7 @@ import os, sys
 from pathlib import Path
 from tbbn.bench.data.packed import shards, workers
 from tbbn.bench.data.packed.pack import pack
-workers._AT_ONCE = int(sys.argv[3])
+workers._FILES_PER_TASK = int(sys.argv[3])
 if __name__ == "__main__":
     try:
         pack(Path(sys.argv[1]), Path(sys.argv[2]), workers=2)
@@ -163,7 +164,7 @@ def test_a_process_that_dies_is_told(tmp_path: Path, at_once: int) -> None:
     source = write_set(tmp_path / "set", n=9)
     program = [sys.executable, str(script), str(source), str(tmp_path / "out"), str(at_once)]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 1 and "UserError: pack: a process that decoded images has died" in done.stderr
+    assert done.returncode == 1 and "UserError: pack: a worker process died" in done.stderr
 
 
 def test_tiny_imagenet_as_published_is_packed_by_its_annotations(tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def interrupt(source: Path, out: Path, after: int) -> None:
 def test_an_interrupted_pack_goes_on_with_the_shard_it_was_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = write_set(tmp_path / "set"), tmp_path / "out"
     interrupt(source, out, 7)
-    with pytest.raises(UserError, match=r"out: holds no whole packed set \(index.json\); tbbn data pack IMAGES"):
+    with pytest.raises(UserError, match=r"out: not a complete packed set \(no index.json\); create one with"):
         load(f"packed:{out}")
     assert not list(out.glob(".train*"))
     seen, heard = decoded(monkeypatch), []
@@ -256,7 +257,7 @@ def test_a_pack_killed_at_any_moment_is_continued(tmp_path: Path) -> None:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    kept = {file.stem: file.read_text() for file in out.glob("*.json") if file.stem != "plan"}
+    kept = {file.stem: file.read_text() for file in out.glob("*.json") if file.stem != "storage"}
     assert len(kept) >= 4 and "index" not in kept, "killed too late"
     outcome = pack(source, out, workers=1, shard_bytes=3 * 192)
     assert outcome.decoded <= 93 - 3 * 4
@@ -278,7 +279,9 @@ def test_a_deleted_shard_is_restored_from_the_images(tmp_path: Path) -> None:
     source, out = write_set(tmp_path / "set"), tmp_path / "out"
     pack(source, out, workers=1, shard_bytes=3 * 192)
     (out / "train-00002.u8").unlink()
-    with pytest.raises(UserError, match=r"train-00002.u8: cannot be read \(No such file or directory\); the same tbbn"):
+    with pytest.raises(
+        UserError, match=r"train-00002.u8: cannot be read \(No such file or directory\); run the same tbbn"
+    ):
         load(f"packed:{out}")
     assert pack(source, out, workers=1, shard_bytes=3 * 192).decoded == 3
     equal(out, source)
@@ -287,7 +290,7 @@ def test_a_deleted_shard_is_restored_from_the_images(tmp_path: Path) -> None:
 def test_a_set_of_other_images_is_replaced_only_when_asked(tmp_path: Path) -> None:
     source, out = write_set(tmp_path / "set"), tmp_path / "out"
     pack(source, out, workers=1, shard_bytes=3 * 192)
-    with pytest.raises(UserError, match=r"out: holds a packed set of other images, or of another size; .*--overwrite"):
+    with pytest.raises(UserError, match=r"out: holds a packed set of other images or another size; .*--overwrite"):
         pack(source, out, workers=1, size=4, shard_bytes=3 * 192)
     pack(source, out, workers=1, size=4, overwrite=True)
     equal(out, source, size=4)
@@ -312,7 +315,9 @@ def test_unreadable_images_are_named_and_counted_or_left_out(tmp_path: Path, mon
     (source / "train/ant/2.png").write_bytes(b"no image")
     whole = (source / "train/cat/1.png").read_bytes()
     (source / "train/cat/1.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"^train/ant/2.png: is not a readable image .*; 2 images are unreadable; mend"):
+    with pytest.raises(
+        UserError, match=r"^train/ant/2.png: is not a readable image .*; 2 of 15 images are unreadable; repair"
+    ):
         pack(source, out, workers=1)
     assert not (out / "index.json").exists()
     seen = decoded(monkeypatch)
@@ -335,7 +340,7 @@ def test_a_damaged_shard_is_found_and_named(tmp_path: Path, capsys: pytest.Captu
     assert main(["data", "pack", str(source), str(out), "--workers", "1", "--quiet"]) == 0
     assert f"tbbn run --data packed:{out}" in capsys.readouterr().out
     assert main(["data", "check", str(out)]) == 0
-    assert "2 shards, 0.00 GiB, all whole" in capsys.readouterr().out
+    assert "2 shards, 0.00 GiB: OK" in capsys.readouterr().out
     content = bytearray((out / "train-00000.u8").read_bytes())
     content[100] ^= 1
     (out / "train-00000.u8").write_bytes(content)
@@ -353,7 +358,7 @@ def test_a_damaged_shard_is_found_and_named(tmp_path: Path, capsys: pytest.Captu
     ("change", "message"),
     [
         ({"schema": 99}, "has schema 99; this version reads 1; pack the set again"),
-        ({"kind": "others"}, "is not the index of a packed data set"),
+        ({"kind": "others"}, "not the index of a packed set"),
         ({"classes": ["x", "y", "z"]}, "damaged: its content does not match its checksum"),
     ],
 )
@@ -378,14 +383,14 @@ def test_an_index_without_its_entries_is_refused(tmp_path: Path) -> None:
 
 def test_places_that_will_not_do_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_set(tmp_path / "set")
-    with pytest.raises(UserError, match=r"set: holds '\w+', no part of a packed set; give an empty folder"):
+    with pytest.raises(UserError, match=r"set: holds '\w+', which is not part of a packed set; choose an empty folder"):
         pack(source, source)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file: is a file; give a folder to pack into"):
+    with pytest.raises(UserError, match=r"file: is a file; choose a folder to pack into"):
         pack(source, tmp_path / "file")
     with pytest.raises(UserError, match=r"pack: .*train needs the folders train"):
         pack(source / "train", tmp_path / "out")
-    with pytest.raises(UserError, match=r"nowhere: no such folder; make it with tbbn data pack"):
+    with pytest.raises(UserError, match=r"nowhere: no such folder; create it with tbbn data pack"):
         load(f"packed:{tmp_path / 'nowhere'}")
     for options in ({"size": 0}, {"workers": -1}):
         with pytest.raises(UserError, match=r"pack: --\w+ must be at least 1, got"):
@@ -402,8 +407,8 @@ def test_a_full_disk_is_said_and_leaves_no_half_shard(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    monkeypatch.setattr("tbbn.bench.data.packed.pack.write_atomic", lambda *_: None)
-    with pytest.raises(UserError, match=r"train-00000.u8: cannot be written \(No space left on device\); the same"):
+    monkeypatch.setattr("tbbn.bench.data.packed.writer.write_atomic", lambda *_: None)
+    with pytest.raises(UserError, match=r"train-00000.u8: cannot be written \(No space left on device\); run the same"):
         pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
     assert not (tmp_path / "out").exists()
 
@@ -416,7 +421,7 @@ def test_the_command_says_what_it_packed(tmp_path: Path, capsys: pytest.CaptureF
     assert outcome["train"] == 12 and outcome["test"] == 3 and outcome["shape"] == [3, 8, 8] and outcome["shards"] == 2
     assert said.err.startswith("packing: 15 of 15 images, ")
     assert main(words) == 0
-    assert "12 + 3 images of 3 classes at 8x8, 0.00 GiB (packed before)" in capsys.readouterr().out
+    assert "12 + 3 images of 3 classes at 8x8, 0.00 GiB (already packed)" in capsys.readouterr().out
     assert main(["data"]) == 2 and main(["data", "pack", str(tmp_path)]) == 2
 
 

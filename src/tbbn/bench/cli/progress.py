@@ -1,9 +1,12 @@
-"""What a person sees while runs go on, on standard error: bars in a terminal, plain lines elsewhere."""
+"""Progress on standard error: bars in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, TextIO
 
 from tbbn.bench.config import RunConfig
@@ -71,19 +74,9 @@ class Bars(Quiet):
     """rich's bars: the tasks of all runs, and for each run at work the epochs of its task, with loss and accuracy."""
 
     def __init__(self, jobs: list[Job]) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import TextColumn
 
-        self.bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=16),
-            TextColumn("{task.fields[count]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[note]}"),
-            console=Console(stderr=True),
-            transient=True,
-        )
+        self.bars = _rich_bars(TextColumn("{task.fields[count]}"), TextColumn("{task.fields[note]}"), transient=True)
         self.total = sum(_tasks(job.config) for job in jobs)
         many = f"{len(jobs)} runs" if len(jobs) > 1 else "1 run"
         self.all = self.bars.add_task(many, total=self.total, count=f"0/{self.total} tasks", note="")
@@ -157,6 +150,23 @@ def _mean(event: TaskEnded) -> str:
     return f"{100 * sum(event.accuracy) / len(event.accuracy):.1f}"
 
 
+def _rich_bars(count: Any, *more: Any, transient: bool) -> Any:
+    """rich's progress display: description, bar, the column `count`, times, and further columns."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=16),
+        count,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
+        *more,
+        console=Console(stderr=True),
+        transient=transient,
+    )
+
+
 def progress(jobs: list[Job], quiet: bool) -> Quiet:
     if quiet:
         return Quiet()
@@ -166,3 +176,37 @@ def progress(jobs: list[Job], quiet: bool) -> Quiet:
         except ImportError:
             pass
     return Lines(len(jobs))
+
+
+Counter = Callable[[int, int], None]  # called with what is done and with all there is
+
+
+@contextmanager
+def counter(name: str, unit: str, *, quiet: bool = False) -> Iterator[Counter | None]:
+    """Show the progress of one long operation: a bar in a terminal, a line every ten seconds elsewhere."""
+    if quiet:
+        yield None
+    elif sys.stderr.isatty() and find_spec("rich") is not None:
+        from rich.progress import DownloadColumn, MofNCompleteColumn
+
+        with _rich_bars(DownloadColumn() if unit == "bytes" else MofNCompleteColumn(), transient=False) as bars:
+            bar = bars.add_task(f"{name}: listing files", total=None)
+            yield lambda done, total: bars.update(bar, description=name, completed=done, total=total)
+    else:
+        yield _counter_lines(name, unit)
+
+
+def _counter_lines(name: str, unit: str, every: float = 10.0) -> Counter:
+    last_time = start = time.monotonic()
+    first = last = -1  # what was done before this call does not count for the rate
+
+    def count(done: int, total: int) -> None:
+        nonlocal last_time, first, last
+        now = time.monotonic()
+        first = done if first < 0 else first
+        if done > max(first, last) and (now - last_time >= every or done == total):
+            last_time, last = now, done
+            rate = (done - first) / (now - start)
+            print(f"{name}: {done} of {total} {unit}, {rate:.0f} per second", file=sys.stderr, flush=True)
+
+    return count

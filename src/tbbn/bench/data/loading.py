@@ -14,9 +14,9 @@ from torch import Tensor
 from tbbn.bench.data.packed.index import PackedImages, is_packed, open_packed
 from tbbn.bench.data.sources import bundled, folders
 from tbbn.bench.data.sources.arrays import read_arrays, recall
-from tbbn.bench.data.sources.images import UNREADABLE, Progress
+from tbbn.bench.data.sources.listing import is_image_folder
 from tbbn.bench.data.sources.official import OFFICIAL, Stats, fetch
-from tbbn.bench.data.types import Contents, Source, Split
+from tbbn.bench.data.types import UNREADABLE, Contents, Progress, Source, Split
 from tbbn.errors import UserError, unknown_name
 from tbbn.registry import DATASETS, register_dataset
 
@@ -36,9 +36,9 @@ def found(root: str | Path = "data") -> dict[str, bool]:
     there = {"digits": importlib.util.find_spec("sklearn") is not None, "synthetic": True}
     for name, official in OFFICIAL.items():
         lies = official.lies_under(root) or official.lies_packed_under(root)
-        there[name] = lies or folders.is_folder_set(root / name)
+        there[name] = lies or is_image_folder(root / name)
     there["tiny-imagenet"] = folders.tiny_imagenet_folder(root) is not None or (root / folders.TINY_ZIP).exists()
-    there["imagenet100"] = folders.is_folder_set(root / "imagenet100")
+    there["imagenet100"] = is_image_folder(root / "imagenet100")
     there |= {name: True for name in _PACKABLE if is_packed(root / f"{name}-packed")}
     there |= {alias: all(there[name] for name in names.split("+")) for alias, names in _ALIASES.items()}
     return there
@@ -119,8 +119,8 @@ def _official(
     name: str, root: Path, size: int | None, download: bool, unreadable: str, on_progress: Progress | None
 ) -> Source:
     official = OFFICIAL[name]
-    if not official.lies_under(root) and folders.is_folder_set(root / name):
-        options: folders.Options = {"unreadable": unreadable, "on_progress": on_progress}
+    if not official.lies_under(root) and is_image_folder(root / name):
+        options: folders.ReadOptions = {"unreadable": unreadable, "on_progress": on_progress}
         contents = folders.read_folder(name, root / name, size, channels=len(official.stats[0]), **options)
         return _source(name, contents, official.stats)
     if not official.lies_under(root):
@@ -162,7 +162,7 @@ def _packed_folder(name: str, argument: str, size: int | None) -> Source:
     "folder", "folder:PATH, your own images in PATH/train/<class>/ and PATH/test/<class>/ or PATH/val/<class>/"
 )
 def _folder(name: str, argument: str, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
-    options: folders.Options = {"unreadable": unreadable, "on_progress": on_progress}
+    options: folders.ReadOptions = {"unreadable": unreadable, "on_progress": on_progress}
     contents = folders.read_folder(name, Path(argument).expanduser(), size, **options)
     return _source(name, contents, _IMAGENET)
 
@@ -179,7 +179,7 @@ def _source(name: str, contents: Contents, stats: Stats, size: int | None = None
     shapes = ["x".join(map(str, split.images.shape[1:])) for split in (train, test)]
     if shapes[0] != shapes[1]:
         raise UserError(
-            f"{name}: images of train ({shapes[0]}) and test ({shapes[1]}) differ in size; give a size to resize them to"
+            f"{name}: images of train ({shapes[0]}) and test ({shapes[1]}) differ in size; set data.size to resize them"
         )
     return Source(name, train, test, contents.classes, (0,) * len(contents.classes), *stats, contents.skipped)
 
@@ -213,10 +213,10 @@ def _sequence(name: str, sources: list[Source]) -> Source:
     return Source(name, splits[0], splits[1], classes, groups, *_SEQUENCE, skipped)
 
 
-def _resized(images: Tensor | PackedImages, size: int | None) -> Tensor:
-    """Images (N, C, H, W) uint8 at size x size, by PIL's bilinear rule; in pieces, for the sake of memory."""
-    assert isinstance(images, Tensor), "packed images are resized when they are packed"
+def _resized(images: Tensor | PackedImages, size: int | None) -> Tensor | PackedImages:
+    """Images (N, C, H, W) uint8 resized to size x size by PIL's bilinear rule, in pieces to save memory."""
     if size is None or images.shape[2:] == (size, size):
         return images
+    assert isinstance(images, Tensor), "packed images are resized when they are packed"
     pieces = (F.interpolate(piece, (size, size), mode="bilinear", antialias=True) for piece in images.split(1024))
     return torch.cat(list(pieces))

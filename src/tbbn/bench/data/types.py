@@ -1,12 +1,17 @@
-"""The types of data that the rest of the bench passes around: splits, sources and batches."""
+"""The types that the rest of the bench passes around: splits, data sources and batches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
 from tbbn.bench.data.packed.index import PackedImages
+
+Progress = Callable[[int, int], None]  # called with the number of images done and of all images
+UNREADABLE = ("fail", "skip")  # what to do with an image file that cannot be read
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,9 +22,17 @@ class Split:
     labels: Tensor  # (N,) int64, the data set's own class ids
 
 
+@dataclass(frozen=True)
+class Listing:
+    """The image files of a split, and the class id of each."""
+
+    files: tuple[Path, ...]
+    labels: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What a reader found: both splits, and the class names in the order of their ids."""
+    """What the files of a data set hold: both splits, and the class names in the order of their ids."""
 
     train: Split
     test: Split

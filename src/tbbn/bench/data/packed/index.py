@@ -1,8 +1,8 @@
-"""A packed data set: images decoded once into uint8 shards that are mapped into memory, and an index of them.
+"""A packed set: images decoded once into uint8 shards, which are memory-mapped, and an index of them.
 
-A folder holds `index.json` and the shards `train-00000.u8`, ..., each the bytes of whole images (C, H, W) one after the
-other. The index is written last, so a folder with one is whole; it names the size and the SHA-256 of each shard and
-carries a checksum of itself. `tbbn.bench.data.packed.pack` writes it.
+The folder holds `index.json` and the shards `train-00000.u8`, ..., each the bytes of whole images (C, H, W) one after
+the other. The index is written last, so a folder that has one is complete. It names the size and the SHA-256 of every
+shard and carries a checksum of itself. `tbbn.bench.data.packed.writer` writes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARTS = ("train", "test")
 
 @dataclass(frozen=True, eq=False)
 class PackedImages:
-    """The images (N, C, H, W) uint8 of a split as they lie on the disk; nothing is read until they are asked for."""
+    """The images (N, C, H, W) uint8 of a split, on disk. Nothing is read until it is asked for."""
 
     folder: Path
     shards: tuple[Shard, ...]
@@ -42,10 +42,8 @@ class PackedImages:
 
     @cached_property
     def _maps(self) -> list[numpy.ndarray]:
-        row = self.shape[1:].numel()
-        files = ((self.folder / shard.file, shard.images) for shard in self.shards)
-        # Private maps need no right to write; torch closes the file, so that many shards are no many open files.
-        return [_mapped(file, n, row).numpy() for file, n in files]
+        image_bytes = self.shape[1:].numel()
+        return [_mapped(self.folder / shard.file, shard.images, image_bytes).numpy() for shard in self.shards]
 
     @cached_property
     def _starts(self) -> numpy.ndarray:
@@ -54,7 +52,10 @@ class PackedImages:
         return numpy.array([0, *accumulate(shard.images for shard in self.shards)])
 
     def read(self, rows: Tensor, out: Tensor) -> None:
-        """Copy the images of `rows` (n,) on the CPU into `out` (n, C, H, W); torch is not asked for any thread."""
+        """Copy the images of `rows` (n,) on the CPU into `out` (n, C, H, W).
+
+        In numpy: torch would start threads of its own in every thread that prefetches.
+        """
         into, wanted = out.flatten(1).numpy(), rows.numpy()
         shards = self._starts.searchsorted(wanted, "right") - 1
         inside = wanted - self._starts[shards]
@@ -63,7 +64,7 @@ class PackedImages:
             into[i] = maps[shard][row]
 
     def to(self, device: torch.device | str) -> Tensor:
-        """All images as one tensor there."""
+        """All images as one tensor on the device."""
         whole = torch.empty(self.shape, dtype=torch.uint8, device=device)
         for start, shard, mapped in zip(self._starts.tolist(), self.shards, self._maps, strict=False):
             whole[start : start + shard.images].copy_(torch.from_numpy(mapped).view(-1, *self.shape[1:]))
@@ -71,23 +72,36 @@ class PackedImages:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
-    """A packed data set: of train and test the images and the labels (N,) int64, and the classes by their ids."""
+class PackedSet:
+    """A packed set: images and labels (N,) int64 of train and test, and the class names in the order of their ids."""
 
     folder: Path
     images: tuple[PackedImages, PackedImages]
     labels: tuple[Tensor, Tensor]
     classes: tuple[str, ...]
-    skipped: tuple[str, ...]  # files that could not be read when it was packed
+
+    @property
+    def unreadable(self) -> tuple[tuple[str, str], ...]:
+        """The files that could not be read when the set was packed, and why."""
+        shards = (shard for images in self.images for shard in images.shards)
+        return tuple((file, reason) for shard in shards for file, reason in shard.unreadable)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        return tuple(file for file, _ in self.unreadable)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(images.shape.numel() for images in self.images)
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether a whole packed data set lies there."""
+    """Whether the folder holds a complete packed set."""
     return (folder / INDEX).is_file()
 
 
-def open_packed(folder: Path) -> Packed:
-    """The packed data set in `folder`; its index and the sizes of its shards are checked, their bytes are not."""
+def open_packed(folder: Path) -> PackedSet:
+    """The packed set in `folder`. Checks its index and the sizes of its shards, but not their bytes."""
     index = read_index(folder)
     try:
         shape = tuple(int(side) for side in index["shape"])
@@ -96,33 +110,34 @@ def open_packed(folder: Path) -> Packed:
         classes = tuple(index["classes"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / INDEX}: damaged: {type(error).__name__} {error}; pack the set again") from None
-    row = torch.Size(shape).numel()
+    image_bytes = torch.Size(shape).numel()
     for own, ids in zip(shards, labels, strict=True):
-        assert sum(shard.images for shard in own) == len(ids), "an image has a label"
+        assert sum(shard.images for shard in own) == len(ids), "every image has a label"
         for shard in own:
-            problem = _wrong_size(folder / shard.file, shard.images * row)
+            problem = _size_problem(folder / shard.file, shard.images * image_bytes)
             if problem:
-                raise UserError(f"{folder / shard.file}: {problem}; the same tbbn data pack as before restores it")
+                raise UserError(f"{folder / shard.file}: {problem}; run the same tbbn data pack again to restore it")
     images = tuple(
         PackedImages(folder, own, torch.Size((len(ids), *shape))) for own, ids in zip(shards, labels, strict=True)
     )
-    skipped = tuple(file for own in shards for shard in own for file, _ in shard.unreadable)
-    return Packed(folder, (images[0], images[1]), (labels[0], labels[1]), classes, skipped)
+    return PackedSet(folder, (images[0], images[1]), (labels[0], labels[1]), classes)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a packed data set, its schema and its own checksum checked."""
+    """The index of a packed set; checks its schema and its own checksum."""
     file = folder / INDEX
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; make it with tbbn data pack IMAGES {folder}")
+        raise UserError(f"{folder}: no such folder; create it with tbbn data pack IMAGES {folder}")
     if not file.is_file():
-        raise UserError(f"{folder}: holds no whole packed set ({INDEX}); tbbn data pack IMAGES {folder} makes one")
+        raise UserError(
+            f"{folder}: not a complete packed set (no {INDEX}); create one with tbbn data pack IMAGES {folder}"
+        )
     try:
         index = json.loads(file.read_text())
     except (ValueError, OSError) as error:
         raise UserError(f"{file}: damaged, or not an index ({type(error).__name__}); pack the set again") from None
     if not isinstance(index, dict) or index.get("kind") != KIND:
-        raise UserError(f"{file}: is not the index of a packed data set; choose another folder")
+        raise UserError(f"{file}: not the index of a packed set; choose another folder")
     if index.get("schema") != SCHEMA:
         raise UserError(f"{file}: has schema {index.get('schema')!r}; this version reads {SCHEMA}; pack the set again")
     if index.get("sha256") != index_digest(index):
@@ -131,15 +146,16 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def index_digest(index: dict[str, Any]) -> str:
-    """The checksum of an index, over all of it but the checksum."""
+    """The checksum of an index, over everything but the checksum."""
     rest = {key: value for key, value in index.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _mapped(file: Path, n: int, row: int) -> Tensor:
-    if not n:  # all its images were skipped; no map is empty
-        return torch.empty(0, row, dtype=torch.uint8)
-    return torch.from_file(str(file), shared=False, size=n * row, dtype=torch.uint8).view(n, row)
+def _mapped(file: Path, n: int, image_bytes: int) -> Tensor:
+    if not n:  # all its images were skipped, and an empty file cannot be mapped
+        return torch.empty(0, image_bytes, dtype=torch.uint8)
+    # A private map works on read-only files. torch closes the file, so many shards are not many open files.
+    return torch.from_file(str(file), shared=False, size=n * image_bytes, dtype=torch.uint8).view(n, image_bytes)
 
 
 def _labels(runs: list[list[int]]) -> Tensor:
@@ -148,41 +164,41 @@ def _labels(runs: list[list[int]]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What a check of all bytes found."""
+class CheckResult:
+    """What `check_packed` found."""
 
     shards: int
     n_bytes: int
     problems: tuple[tuple[str, str], ...]  # file and what is wrong with it
 
 
-def check_packed(folder: Path, on_progress: Callable[[int, int], None] | None = None) -> Checked:
-    """Read every shard and compare it with its checksum; `on_progress` hears of the bytes read and of all."""
+def check_packed(folder: Path, on_progress: Callable[[int, int], None] | None = None) -> CheckResult:
+    """Compare every shard with its checksum; calls `on_progress` with the bytes read and the bytes in all."""
     index = read_index(folder)
-    row = torch.Size(index["shape"]).numel()
+    image_bytes = torch.Size(index["shape"]).numel()
     shards = [Shard(**shard) for part in PARTS for shard in index["shards"][part]]
-    n_all = sum(shard.images for shard in shards) * row
+    n_all = sum(shard.images for shard in shards) * image_bytes
     n_done = 0
     problems: list[tuple[str, str]] = []
     for shard in shards:
-        problem = _wrong_size(folder / shard.file, shard.images * row)
+        problem = _size_problem(folder / shard.file, shard.images * image_bytes)
         before = n_done
 
-        def heard(n: int, before: int = before) -> None:
+        def on_bytes(n: int, before: int = before) -> None:
             if on_progress is not None:
                 on_progress(before + n, n_all)
 
-        if problem is None and file_sha256(folder / shard.file, heard) != shard.sha256:
+        if problem is None and file_sha256(folder / shard.file, on_bytes) != shard.sha256:
             problem = "damaged: its content does not match its checksum"
         if problem is not None:
             problems.append((shard.file, problem))
-        n_done += shard.images * row
-        heard(shard.images * row)
-    return Checked(len(shards), n_all, tuple(problems))
+        n_done += shard.images * image_bytes
+        on_bytes(shard.images * image_bytes)
+    return CheckResult(len(shards), n_all, tuple(problems))
 
 
-def _wrong_size(file: Path, n_bytes: int) -> str | None:
-    """What is wrong with the file's length; a map beyond a file's end would kill the process that reads it."""
+def _size_problem(file: Path, n_bytes: int) -> str | None:
+    """What is wrong with the size of a file; reading a map beyond the end of its file kills the process."""
     try:
         size = file.stat().st_size
     except OSError as error:

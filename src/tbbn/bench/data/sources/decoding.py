@@ -1,7 +1,6 @@
-"""One image file decoded.
+"""Decode one image file to 8-bit RGB (or grey): 16-bit values are scaled, palettes looked up, transparency becomes black.
 
-Whatever the file holds becomes 8-bit RGB (or grey): 16-bit values are scaled, palettes looked up, and transparency is
-laid on black. Without torch: processes that decode images begin at once.
+No torch import here: worker processes start fast.
 """
 
 from __future__ import annotations
@@ -20,7 +19,13 @@ if TYPE_CHECKING:
 
 
 class Unreadable(UserError):
-    """A file that is no readable image."""
+    """A file is not a readable image."""
+
+
+def unreadable_error(first: str, n: int, n_all: int, skip_option: str) -> UserError:
+    """The error about `n` unreadable images of `n_all`; `first` is the message about the first."""
+    count = f"; {n} of {n_all} images are unreadable" if n > 1 else ""
+    return UserError(f"{first}{count}; repair or remove, or leave out with {skip_option}")
 
 
 def open_image(file: Path, channels: int, size: int | None) -> Image:
@@ -28,16 +33,16 @@ def open_image(file: Path, channels: int, size: int | None) -> Image:
     import PIL.Image
 
     try:
-        if not stat.S_ISREG(file.stat().st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would block
             raise ValueError("not a file")
         with PIL.Image.open(file) as image:
             return _fitted(_plain(image, "L" if channels == 1 else "RGB"), size)
     except FileNotFoundError as error:
         raise Unreadable(f"{file}: does not exist") from error
-    except Exception as error:  # PIL's parsers raise whatever they stumble over
+    except Exception as error:  # PIL's parsers raise all kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if isinstance(error, PIL.UnidentifiedImageError):
-            reason = "of no known format"
+            reason = "unknown format"
         elif isinstance(error, OSError) and error.strerror:
             reason = error.strerror
         raise Unreadable(f"{file}: is not a readable image ({reason})") from error
@@ -45,7 +50,7 @@ def open_image(file: Path, channels: int, size: int | None) -> Image:
 
 @contextmanager
 def pil_silenced() -> Iterator[None]:
-    """PIL warns of what it reads all the same: of damaged EXIF data, of very large images."""
+    """Hide PIL's warnings about images that it reads anyway: damaged EXIF data, very large images. Not thread-safe."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from tbbn.bench.data.sources import archives, files
+from tbbn.bench.data.sources import archives, formats
 from tbbn.bench.data.types import Contents
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
@@ -49,38 +49,38 @@ class Official:
 def _cifar10(root: Path) -> Contents:
     folder = root / "cifar-10-batches-py"
     return Contents(
-        files.read_cifar(folder, _CIFAR10_BATCHES, "labels", 10),
-        files.read_cifar(folder, ("test_batch",), "labels", 10),
-        files.read_cifar_names(folder / "batches.meta", "label_names", 10),
+        formats.read_cifar(folder, _CIFAR10_BATCHES, "labels", 10),
+        formats.read_cifar(folder, ("test_batch",), "labels", 10),
+        formats.read_cifar_names(folder / "batches.meta", "label_names", 10),
     )
 
 
 def _cifar100(root: Path) -> Contents:
     folder = root / "cifar-100-python"
     return Contents(
-        files.read_cifar(folder, ("train",), "fine_labels", 100),
-        files.read_cifar(folder, ("test",), "fine_labels", 100),
-        files.read_cifar_names(folder / "meta", "fine_label_names", 100),
+        formats.read_cifar(folder, ("train",), "fine_labels", 100),
+        formats.read_cifar(folder, ("test",), "fine_labels", 100),
+        formats.read_cifar_names(folder / "meta", "fine_label_names", 100),
     )
 
 
 def _mnist(root: Path) -> Contents:
     folder = root / "MNIST/raw"
-    return Contents(files.read_idx(folder, "train", 10), files.read_idx(folder, "t10k", 10), _TEN)
+    return Contents(formats.read_idx(folder, "train", 10), formats.read_idx(folder, "t10k", 10), _TEN)
 
 
 def _fashion_mnist(root: Path) -> Contents:
     folder = root / "FashionMNIST/raw"
-    return Contents(files.read_idx(folder, "train", 10), files.read_idx(folder, "t10k", 10), _CLOTHES)
+    return Contents(formats.read_idx(folder, "train", 10), formats.read_idx(folder, "t10k", 10), _CLOTHES)
 
 
 def _svhn(root: Path) -> Contents:
-    return Contents(files.read_svhn(root / "train_32x32.mat"), files.read_svhn(root / "test_32x32.mat"), _TEN)
+    return Contents(formats.read_svhn(root / "train_32x32.mat"), formats.read_svhn(root / "test_32x32.mat"), _TEN)
 
 
 def _stl10(root: Path) -> Contents:
     folder = root / "stl10_binary"
-    return Contents(files.read_stl10(folder, "train"), files.read_stl10(folder, "test"), _STL10)
+    return Contents(formats.read_stl10(folder, "train"), formats.read_stl10(folder, "test"), _STL10)
 
 
 def _download_archive(datasets: ModuleType, kind: str, root: str) -> None:
