@@ -237,7 +237,7 @@ def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: py
         ("list", r"WHAT is needed: one of methods, norms, .*, quirks; see tbbn list --help\."),
         ("data", r"ACTION is needed: pack or check; see tbbn data --help\."),
         ("data pck", r"invalid choice: 'pck' \(choose from '?pack'?, '?check'?\)"),
-        ("data pack x", r"^tbbn: DEST is needed: the folder to pack into: .*; see tbbn data pack --help\."),
+        ("data pack x", r"^tbbn: DEST is needed: folder to pack into: .*; see tbbn data pack --help\."),
         ("show", r"RUN is needed: a run's folder, such as runs/demo/ft-tbbn-0; see tbbn show --help\."),
         ("report", r"RUN is needed: runs' folders, or folders of runs; see tbbn report --help\."),
         ("show /nowhere", r"/nowhere: no run here; a run's folder holds a record\.json\."),
