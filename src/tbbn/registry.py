@@ -32,6 +32,7 @@ from typing import Any, Generic, TypeVar
 from tbbn.errors import UserError, unknown_name
 
 T = TypeVar("T")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, **kwargs
 GROUP = "tbbn.plugins"  # the entry points of installed plugins
 
 
@@ -117,6 +118,18 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """What a name stands for."""
         return self.entry(name).value
+
+    def make(self, name: str, /, **offered: Any) -> Any:
+        """Call what a name stands for with those of the offered arguments that it names itself."""
+        value: Any = self.get(name)
+        wanted = inspect.signature(value).parameters
+        for parameter in wanted.values():
+            required = parameter.default is parameter.empty and parameter.kind not in _VARIADIC
+            if required and parameter.name not in offered:
+                raise UserError(
+                    f"{self.kind} {name!r} may take {', '.join(offered)}; its {parameter.name!r} needs a default."
+                )
+        return value(**{key: given for key, given in offered.items() if key in wanted})
 
     def options(self, name: str) -> dict[str, Option]:
         """The options of a name, with default and help."""

@@ -213,10 +213,15 @@ for _name, (_line, _make) in _BUILT_IN.items():
 
 def augmentation(name: str, *, crop: int | None = None) -> Augment:
     """The augmentation of that name; `crop` is the side of its output, without it the images keep their size."""
-    make = AUGMENTATIONS.get(name)
+    AUGMENTATIONS.entry(name)
     if crop is not None and crop < 1:
         raise UserError(f"augmentation {name!r}: crop must be a positive number of pixels, got {crop}")
-    made: Augment = make(crop)
+    made: Augment = AUGMENTATIONS.make(name, crop=crop)
+    for part in ("n_parameters", "draw", "apply"):
+        if not hasattr(made, part):
+            raise UserError(
+                f"augmentation {name!r}: a {type(made).__name__} has no {part!r}, which an augmentation needs"
+            )
     return made
 
 

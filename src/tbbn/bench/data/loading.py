@@ -82,21 +82,13 @@ def _is_folder(name: str) -> bool:
 
 
 def _one(name: str, offered: dict[str, Any]) -> Source:
-    """Call a data set's function with those of the offered arguments that it names."""
     base, colon, argument = name.partition(":")
-    make = DATASETS.get(base)
-    wanted = inspect.signature(make).parameters
-    if colon and "argument" not in wanted:
+    own = inspect.signature(DATASETS.get(base)).parameters.get("argument")
+    if colon and own is None:
         raise UserError(f"dataset {base!r} takes nothing after a colon, got {name!r}")
-    offered = {**offered, "name": name} | ({"argument": argument} if colon else {})
-    for parameter in wanted.values():
-        if parameter.name == "argument" and not colon and parameter.default is parameter.empty:
-            raise UserError(f"dataset {base!r} needs more after a colon: {DATASETS.entry(base).description}")
-        if parameter.name not in (*offered, "argument") and parameter.default is parameter.empty:
-            raise UserError(
-                f"dataset {base!r}: its function may take {', '.join(offered)} and argument, not {parameter.name!r}"
-            )
-    made = make(**{key: value for key, value in offered.items() if key in wanted})
+    if not colon and own is not None and own.default is own.empty:
+        raise UserError(f"dataset {base!r} needs more after a colon: {DATASETS.entry(base).description}")
+    made = DATASETS.make(base, name=name, **offered, **({"argument": argument} if colon else {}))
     if isinstance(made, Source):
         return made
     contents, stats = read_arrays(name, made)

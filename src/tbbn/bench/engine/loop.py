@@ -72,7 +72,7 @@ class Run:
         self.totals: dict[Shape, tuple[list[str], Tensor, int, int]] = {}
 
     def make_network(self) -> Network:
-        return setup.make_network(self.config, self.method, self.source.train.images.shape[1], self.device)
+        return setup.make_network(self.config, self.method, self.source, self.device)
 
     def events(self, stop: Stop | None = None) -> Iterator[Event]:
         """Do all that is left to do. The record's status says how it ended: finished, diverged or interrupted.

@@ -120,13 +120,21 @@ def full_batch(config: RunConfig, method: Method, task: int) -> tuple[int, int, 
     return current, memory, splits(current, memory, task, config.norm.dict().get("rule", "paper"))
 
 
-def make_network(config: RunConfig, method: Method, in_channels: int, device: torch.device) -> Network:
+def image_shape(config: RunConfig, source: Source) -> tuple[int, int, int]:
+    """Channels, height and width of what the network sees."""
+    channels, height, width = source.train.images.shape[1:]
+    return channels, config.data.crop or height, config.data.crop or width
+
+
+def make_network(config: RunConfig, method: Method, source: Source, device: torch.device) -> Network:
     """A fresh network on the device: the config's backbone with its norm, and the method's head without classes."""
+    channels, *size = image_shape(config, source)
     body = backbone(
         config.backbone,
-        in_channels=in_channels,
+        in_channels=channels,
         last_relu=method.last_relu,
         generator=seeds.generator(config.seed, "weights"),
+        image_size=(size[0], size[1]),
     )
     if config.norm.name == "bn" and device.type == "cuda":
         convert(body, "tbbn")  # which is batch norm as long as it is told nothing, by kernels that lanes can share

@@ -13,26 +13,23 @@ from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine.evaluate import evaluated_rows
-from tbbn.bench.engine.setup import device_of, memory_of, method_of, ratio_of
+from tbbn.bench.engine.setup import device_of, image_shape, memory_of, method_of, ratio_of
 from tbbn.bench.methods import Method
 from tbbn.bench.models import backbone
 from tbbn.errors import UserError
 from tbbn.nn import convert
-from tbbn.registry import AUGMENTATIONS, BACKBONES
+from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, NORMS
 
 
 def check(config: RunConfig) -> None:
     """Raise for the first setting that cannot run."""
     check_settings(config)
-    method_of(config)
-    BACKBONES.entry(config.backbone)
+    method = method_of(config)
     AUGMENTATIONS.entry(config.batch.augment)
-    max_tasks = _check_norm(config.backbone, config.norm)
+    if BACKBONES.entry(config.backbone).origin == BUILT_IN:  # another may need the size of the images
+        _check_network(config, method, (3, 32, 32))
     memory_of(config)
     parts(config.batch.size, ratio_of(config))
-    n_tasks = min(config.data.tasks, config.data.stop_after or config.data.tasks)
-    if n_tasks > max_tasks:
-        raise UserError(f"norm {config.norm}: max_tasks must be at least the {n_tasks} tasks, got {max_tasks}.")
     if config.train.nesterov and not config.train.momentum:
         raise UserError("train.nesterov needs a momentum; set train.momentum, such as 0.9.")
     if config.train.keep == "best" and not config.data.validation:
@@ -50,11 +47,25 @@ def check(config: RunConfig) -> None:
 _NORM_NUMBERS = {"eps": (1e-30, 1e30), "momentum": (0, 1), "max_tasks": (1, 2**20)}
 
 
-@functools.cache
-def _check_norm(name: str, norm: Choice) -> float:
-    """Build what the run will build, and train a step: whether groups divide the channels only the backbone can tell.
+def _check_network(config: RunConfig, method: Method, shape: tuple[int, int, int]) -> None:
+    has_stages, max_tasks = _try_network(
+        config.backbone, config.norm, shape, BACKBONES.get(config.backbone), NORMS.get(config.norm.name)
+    )
+    if method.needs_stages and not has_stages:
+        raise UserError(
+            f"method {config.method.name!r} needs a backbone that returns its stages; {config.backbone!r} returns features only."
+        )
+    n_tasks = min(config.data.tasks, config.data.stop_after or config.data.tasks)
+    if n_tasks > max_tasks:
+        raise UserError(f"norm {config.norm}: max_tasks must be at least the {n_tasks} tasks, got {max_tasks}.")
 
-    Returns the tasks that the norm can tell apart.
+
+@functools.cache
+def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *registered: object) -> tuple[bool, float]:
+    """Build what the run will build, and forward two images: whether groups divide the channels only the backbone can tell.
+
+    Returns whether the backbone has stages, and how many tasks the norm can tell apart. `registered` is what the names stand
+    for: a name may be registered anew, and the cache must notice.
     """
     options = norm.dict()
     for option, (least, most) in _NORM_NUMBERS.items():
@@ -62,9 +73,10 @@ def _check_norm(name: str, norm: Choice) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise UserError(f"norm {norm}: {option} must be a number from {least} to {most}, got {value!r}.")
     try:
-        body = convert(backbone(name), norm.name, **options)
+        body = backbone(name, in_channels=shape[0], image_size=shape[1:])
+        has_stages = body.has_stages
         # In training, on a CPU, two images: what else an option may break, it breaks here.
-        body.train()(torch.zeros(2, 3, 32, 32))
+        convert(body, norm.name, **options).train()(torch.zeros(2, *shape))
     except TypeError as error:
         raise UserError(f"norm {norm}: an option has a value of the wrong kind: {error}.") from None
     except (ArithmeticError, AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
@@ -72,11 +84,13 @@ def _check_norm(name: str, norm: Choice) -> float:
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"norm {norm}: cannot train with these options: {reason}.") from error
-    return min((getattr(layer, "max_tasks", math.inf) for layer in body.modules()), default=math.inf)
+    return has_stages, min((getattr(layer, "max_tasks", math.inf) for layer in body.modules()), default=math.inf)
 
 
 def check_data(config: RunConfig, method: Method, memory: ExemplarMemory, scenario: Scenario, source: Source) -> None:
     """Raise if the data cannot give what the config asks for: test images, validation images or exemplars."""
+    if BACKBONES.entry(config.backbone).origin != BUILT_IN:
+        _check_network(config, method, image_shape(config, source))
     for task in scenario.tasks:
         evaluated_rows(config, task)
         if config.train.keep == "best" and not len(task.validation):

@@ -89,6 +89,7 @@ class Method:
     """The base of every method; as it stands, it has no loss."""
 
     needs_previous: ClassVar[bool] = False  # whether ``loss`` wants the previous network's output
+    needs_stages: ClassVar[bool] = False  # whether ``loss`` looks at the backbone's stages
     last_relu: ClassVar[bool] = True  # whether features are taken after the backbone's last ReLU
     uses_memory: ClassVar[bool] = True
     all_data: ClassVar[bool] = False  # whether each task's training set is all data so far (the upper bound)

@@ -24,6 +24,7 @@ from tbbn.bench.models import Head, Network, Output, ProxyHead
 @dataclass(frozen=True)
 class ProxyMethod(Method):
     needs_previous = True
+    needs_stages = True
     last_relu = False
     limits: ClassVar = {"n_proxies": (0, math.inf), "finetune_lr": (0, math.inf)}
 

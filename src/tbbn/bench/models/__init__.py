@@ -9,6 +9,7 @@ import torch
 
 from tbbn.accelerators.fused import Conv2d
 from tbbn.bench.models import resnet, torchvision
+from tbbn.bench.models.adapter import adapt
 from tbbn.bench.models.base import Backbone, Features, seeded_init
 from tbbn.bench.models.heads import CosineHead, Head, LinearHead, ProxyHead
 from tbbn.bench.models.network import Network, Output
@@ -62,15 +63,21 @@ for _name, (_description, _build) in _BUILT_IN.items():
 
 
 def backbone(
-    name: str, *, in_channels: int = 3, last_relu: bool = True, generator: torch.Generator | None = None
+    name: str,
+    *,
+    in_channels: int = 3,
+    last_relu: bool = True,
+    generator: torch.Generator | None = None,
+    image_size: tuple[int, int] = (32, 32),
 ) -> Backbone:
     """A fresh backbone with `nn.BatchNorm2d` norms, its weights drawn from `generator` alone.
 
-    `last_relu=False` takes away the ReLU before the pooling, so that features may be negative (LUCIR, PODNet).
+    `last_relu=False` takes away the ReLU before the pooling, so that features may be negative (LUCIR, PODNet). A registered
+    factory gets those of `in_channels`, `last_relu` and `image_size` that it takes, and may return any module: see `adapt`.
     """
-    build = BACKBONES.get(name)
+    BACKBONES.entry(name)
     if in_channels < 1:
         raise UserError(f"backbone {name!r}: in_channels must be at least 1, got {in_channels}.")
     with seeded_init(generator):
-        made: Backbone = build(in_channels, last_relu)
-    return made
+        module = BACKBONES.make(name, in_channels=in_channels, last_relu=last_relu, image_size=image_size)
+    return adapt(name, module, (in_channels, *image_size))

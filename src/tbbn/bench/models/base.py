@@ -26,6 +26,7 @@ class Backbone(nn.Module):
     """Maps images (N, C, H, W) of any size to `Features`; `n_features` is the width D of the pooled vector."""
 
     n_features: int
+    has_stages = True  # whether `Features.stages` holds any map; PODNet and AFC need them
 
     def forward(self, images: Tensor) -> Features:
         raise NotImplementedError
