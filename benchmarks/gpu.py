@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tbbn.accelerators.fused import Conv2d
+from tbbn.accelerators.graphs import CapturedFunction
 from tbbn.accelerators.triton import norm as kernels
 from tbbn.bench import speed
 from tbbn.bench.cli.speed import speed_tables
 from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.engine import run_lanes
 from tbbn.bench.engine.loop import Run
-from tbbn.bench.engine.step import Captured
 from tbbn.bench.timing import captured, time_interleaved
 from tbbn.nn import functional
 from tbbn.nn.plan import Layout, Plan, PlanOptions
@@ -202,14 +202,14 @@ def config(method: str, norm: str, precision: str, backbone: str, seed: int = 0)
 
 def finished(chosen: RunConfig, eager_steps: int) -> tuple[Run, int]:
     """The run after its end, and how many graphs it captured."""
-    before, Captured.EAGER_STEPS = Captured.EAGER_STEPS, eager_steps
+    before, CapturedFunction.EAGER_CALLS = CapturedFunction.EAGER_CALLS, eager_steps
     graphs = set()
     try:
         job = Run(chosen)
         for _ in job.events():
-            graphs |= {step.graph for step in job.steps.values() if isinstance(step, Captured) and step.graph}
+            graphs |= {step.graph.graph for step in job.steps.values() if step.graph and step.graph.graph}
     finally:
-        Captured.EAGER_STEPS = before
+        CapturedFunction.EAGER_CALLS = before
     return job, len(graphs)
 
 

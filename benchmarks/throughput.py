@@ -26,8 +26,8 @@ from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.data import loading
 from tbbn.bench.data.types import Source, Split
 from tbbn.bench.engine import Stepped
+from tbbn.bench.engine.forward import evaluation_pass
 from tbbn.bench.engine.loop import Run
-from tbbn.bench.engine.task import evaluated
 from tbbn.bench.models import LinearHead, Network, backbone
 
 BATCH, CLASSES, EVALUATION = 64, 100, 500
@@ -142,7 +142,7 @@ def evaluation(job: Run, rounds: int) -> dict[str, float]:
         return torch.cat([network(images).logits.argmax(1) for images in ready])
 
     def ours() -> Tensor:
-        keep = evaluated(job.network, job.test_data, rows, EVALUATION, "fp32", lambda out: out.logits.argmax(1))
+        keep = evaluation_pass(job.network, job.test_data, rows, EVALUATION, "fp32", lambda out: out.logits.argmax(1))
         return torch.cat(list(keep))
 
     found = compare(ours, bare, rounds)

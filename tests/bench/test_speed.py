@@ -95,7 +95,7 @@ def test_a_step_is_timed_with_the_precision_of_a_run(monkeypatch: pytest.MonkeyP
     inside: list[str] = []
 
     @contextmanager
-    def run_settings(config: RunConfig, device: torch.device) -> Iterator[None]:
+    def torch_settings(config: RunConfig, device: torch.device) -> Iterator[None]:
         inside.append(config.precision)
         yield
         inside.append("out")
@@ -104,7 +104,7 @@ def test_a_step_is_timed_with_the_precision_of_a_run(monkeypatch: pytest.MonkeyP
         assert inside == ["tf32"]
         return lambda: None
 
-    monkeypatch.setattr(speed, "run_settings", run_settings)
+    monkeypatch.setattr(speed, "torch_settings", torch_settings)
     monkeypatch.setattr(speed, "step_work", work)
     monkeypatch.setattr(speed, "time_interleaved", lambda works, device, seconds: {name: [1.0] for name in works})
     assert speed.time_step("small", ("bn",), "tf32", 8, CPU)["bn"] == {"ms": 1e3}

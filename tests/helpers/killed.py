@@ -22,7 +22,7 @@ import torch
 
 from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.engine import Event, Run, Stepped
-from tbbn.bench.engine.task import LearningStage
+from tbbn.bench.engine.task import EngineTaskContext
 from tbbn.bench.runs import checkpoint, state
 from tbbn.bench.runs.saved import run_saved
 from tbbn.bench.runs.sweep import parse_choice
@@ -90,7 +90,7 @@ def differences(config: RunConfig, directory: Path, expected: Run) -> list[str]:
 
 # Functions in which a child dies, and whether before or after the call.
 PLACES: dict[str, tuple[Any, str, str]] = {
-    "herding": (LearningStage, "updated_memory", "after"),  # the exemplars are chosen, and nobody knows
+    "herding": (EngineTaskContext, "updated_memory", "after"),  # the exemplars are chosen, and nobody knows
     "evaluation": (sys.modules[Run.__module__], "evaluate", "after"),
     "renaming": (os, "replace", "after"),  # some files are the new ones, others the old ones
     "writing": (os, "fsync", "before"),  # a file lies there that has no name yet

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from tbbn.bench.config import RunConfig, resolve
+from tbbn.bench.data.batches import BatchSpec
 from tbbn.bench.engine import Event
 from tbbn.bench.engine.loop import Run
-from tbbn.bench.engine.step import Shape
 
 TINY: dict[str, Any] = {
     "device": "cpu",
@@ -29,16 +29,16 @@ class Trained:
     """One training step: which loss it minimised, the layout of its batch, and the rows of the data in it."""
 
     loss: str
-    shape: Shape
+    spec: BatchSpec
     index: Tensor
 
     @property
     def current(self) -> Tensor:
-        return self.index[: self.shape.n_current]
+        return self.index[: self.spec.n_current]
 
     @property
     def memory(self) -> Tensor:
-        return self.index[self.shape.n_current : self.shape.base_rows]
+        return self.index[self.spec.n_current : self.spec.base_rows]
 
 
 def tiny(**settings: Any) -> RunConfig:

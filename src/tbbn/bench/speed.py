@@ -21,7 +21,7 @@ import tbbn
 from tbbn.bench.config import resolve
 from tbbn.bench.engine import Event, run_lanes
 from tbbn.bench.engine.events import EpochEnded, Stepped
-from tbbn.bench.engine.phase import settings as run_settings
+from tbbn.bench.engine.torch_settings import torch_settings
 from tbbn.bench.models import backbone
 from tbbn.bench.timing import Work, captured, copy_bandwidth, median_ratio, peak_memory, time_interleaved
 from tbbn.nn import convert
@@ -151,7 +151,7 @@ def time_step(name: str, norms: Sequence[str], precision: str, size: int, device
     known = [norm for norm in dict.fromkeys(("bn", *norms)) if norm in NORMS]
     works, peaks = {}, {}
     config = resolve(("speed", {"precision": precision, "device": device.type}))
-    with run_settings(config, device):  # float32 as in a run, which is not torch's default
+    with torch_settings(config, device):  # float32 as in a run, which is not torch's default
         for norm in known:
             work = step_work(name, norm, precision, size, device)
             peaks[norm] = peak_memory(work, device)

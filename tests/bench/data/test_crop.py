@@ -12,7 +12,7 @@ from tbbn.bench.data.augment import Centred, Chain, ResizedCrop, normalise
 from tbbn.bench.data.device import DeviceDataset
 
 if RUNNING:
-    from tbbn.bench.engine.step import Shape, Step
+    from tbbn.bench.data.batches import BatchMaker, BatchSpec
 
 
 @here
@@ -129,7 +129,7 @@ def test_the_same_input_gives_the_same_bits(device):
 
 @on_device
 @pytest.mark.parametrize("suited", [True, False])
-def test_a_step_gives_its_network_the_same_images_by_either_way(device, monkeypatch, suited):
+def test_a_batch_has_the_same_images_by_either_way(device, monkeypatch, suited):
     used = []
     real = crop.cropped
     monkeypatch.setattr(crop, "suits", lambda augment, images: suited)
@@ -142,9 +142,8 @@ def test_a_step_gives_its_network_the_same_images_by_either_way(device, monkeypa
     mean, std = statistics(3, device)
     data = DeviceDataset(images, torch.zeros(6, dtype=torch.int64, device=device), mean, std, None, torch.channels_last)
     parameters = augment.draw(3, seed(), (20, 20)).to(device)
-    step = object.__new__(Step)  # its images are a function of these alone
-    step.data, step.augment, step.shape = data, augment, Shape(2, 1, 1, 1, 1, 2, True)
-    got = step.images(rows, [parameters])
+    maker = BatchMaker(data, augment, augment)
+    got = maker.make_batch(BatchSpec(2, 1, 1, 1, 1, 2, True), rows, [parameters]).images
     torch.testing.assert_close(got, normalise(augment.apply(images[rows], parameters), mean, std), rtol=1e-5, atol=1e-5)
     assert got.is_contiguous(memory_format=torch.channels_last)
     assert bool(used) == suited

@@ -25,9 +25,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Trained]:
     steps: list[Trained] = []
     real = Step.train
 
-    def watched(self: Step, index: Tensor, drawn: list[Tensor]) -> None:
-        steps.append(Trained(self.loss.__name__, self.shape, index.clone()))
-        real(self, index, drawn)
+    def watched(self: Step, index: Tensor, *inputs: Tensor) -> None:
+        steps.append(Trained(self.loss.__name__, self.spec, index.clone()))
+        real(self, index, *inputs)
 
     monkeypatch.setattr(Step, "train", watched)
     return steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tbbn.bench.engine.task import _forward
+from tbbn.bench.engine.forward import evaluation_forward
 from tbbn.bench.models import LinearHead, Network, backbone
 
 
@@ -15,7 +15,7 @@ def test_logits_are_float32_whatever_the_backbone_computes_in() -> None:
     network.grow(200, torch.Generator().manual_seed(1))
     network.eval()
     images = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(2))
-    output = _forward(network, images, "bf16")
+    output = evaluation_forward(network, images, "bf16")
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         pooled = network.backbone(images).pooled
         rounded = network(images).logits

@@ -10,9 +10,9 @@ import torch
 from killed import in_pieces, same
 from tinyrun import finish, tiny
 
+from tbbn.accelerators.graphs import CapturedFunction
 from tbbn.bench.config import RunConfig
 from tbbn.bench.engine import Event, Run, run_lanes
-from tbbn.bench.engine.step import Captured
 from tbbn.bench.runs.retrain import retrain
 
 pytestmark = [
@@ -41,7 +41,7 @@ def with_graphs(config: RunConfig) -> tuple[Run, int]:
     graphs = set()
 
     def look(job: Run, event: Event) -> None:
-        graphs.update(step.graph for step in job.steps.values() if isinstance(step, Captured) and step.graph)
+        graphs.update(step.graph.graph for step in job.steps.values() if step.graph and step.graph.graph)
 
     return finish(config, look), len(graphs)
 
@@ -55,7 +55,7 @@ def agree(one: Run, other: Run) -> bool:
 def test_a_captured_run_is_the_eager_one(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     captured, graphs = with_graphs(on_gpu(**settings))
     assert graphs >= 2  # one a task at least
-    monkeypatch.setattr(Captured, "EAGER_STEPS", 10**9)
+    monkeypatch.setattr(CapturedFunction, "EAGER_CALLS", 10**9)
     eager, none = with_graphs(on_gpu(**settings))
     assert not none and agree(captured, eager)
 

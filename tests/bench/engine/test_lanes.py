@@ -11,7 +11,7 @@ from tinyrun import finish, tiny
 
 from tbbn.bench.engine import Event, Stepped, TaskEnded, run_lanes
 from tbbn.bench.engine.events import EpochEnded, Position
-from tbbn.bench.engine.lanes import Growth
+from tbbn.bench.engine.lanes import LaneTuner
 from tbbn.bench.engine.record import Record
 from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.saved import run_lanes_saved
@@ -143,13 +143,13 @@ def test_lanes_that_want_other_threads_or_precision_are_refused() -> None:
         run_lanes([tiny(), tiny(precision="tf32")], 2)
 
 
-def growth(speeds: list[float], limit: int = 8, room: int = 8, pause: int = -1) -> Growth:
+def growth(speeds: list[float], limit: int = 8, room: int = 8, pause: int = -1) -> LaneTuner:
     """Lanes of which ``n`` together do ``speeds[n - 1]`` epochs of ten steps a second, until they no longer grow.
 
     In round number ``pause`` something else takes a minute.
     """
     now = 0.0
-    found = Growth(limit, lambda n: n < room, lambda: now)
+    found = LaneTuner(limit, lambda n: n < room, lambda: now)
     for i in range(1000):
         lanes = found.n
         now += 60.0 * (i == pause)
@@ -188,12 +188,12 @@ def test_a_pause_while_it_is_measured_does_not_end_the_growth(pause: int) -> Non
 def test_lanes_do_not_outgrow_the_runs_or_the_memory() -> None:
     assert growth([1.0, 2.0, 3.0, 4.0], limit=3).n == 3
     assert growth([1.0, 2.0, 3.0, 4.0], room=2).n == 2
-    assert not Growth(1).growing
+    assert not LaneTuner(1).growing
 
 
 def test_a_lane_that_ends_while_it_is_measured_spoils_no_measurement() -> None:
     now = 0.0
-    found = Growth(8, clock=lambda: now)
+    found = LaneTuner(8, clock=lambda: now)
     ended = EpochEnded(Position(), "train", 1, {}, None)
     found.event(0, ended)
     found.event(0, None)

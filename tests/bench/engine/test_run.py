@@ -21,9 +21,10 @@ from torch.nn import functional as F
 
 from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded, run
 from tbbn.bench.engine.loop import Run
-from tbbn.bench.engine.phase import Hyper, settings
+from tbbn.bench.engine.phase import PhaseSettings
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.step import Step
+from tbbn.bench.engine.torch_settings import torch_settings
 from tbbn.bench.methods import Phase
 from tbbn.bench.models import Network
 from tbbn.bench.runs.saved import run_saved
@@ -142,23 +143,23 @@ SHORT: dict[str, dict[str, Any]] = {
 def test_batches_hold_the_new_task_first_and_then_past_classes(trained: list[Trained]) -> None:
     job = finish(tiny())
     labels = job.scenario.train_labels
-    assert {step.shape.past_tasks for step in trained} == {0, 1, 2}
+    assert {step.spec.past_tasks for step in trained} == {0, 1, 2}
     for step in trained:
-        task = step.shape.past_tasks
+        task = step.spec.past_tasks
         new = {2 * task, 2 * task + 1}
         assert set(labels[step.current].tolist()) <= new
         assert set(labels[step.memory].tolist()) <= set(range(2 * task))
         whole = (8, 0) if task == 0 else (6, 2)
-        assert step.shape.n_current <= whole[0] and step.shape.n_memory <= whole[1]
-        assert (step.shape.n_memory > 0) == (task > 0)
+        assert step.spec.n_current <= whole[0] and step.spec.n_memory <= whole[1]
+        assert (step.spec.n_memory > 0) == (task > 0)
     for task in range(3):
-        assert any((s.shape.n_current, s.shape.n_memory) == ((6, 2) if task else (8, 0)) for s in trained)
+        assert any((s.spec.n_current, s.spec.n_memory) == ((6, 2) if task else (8, 0)) for s in trained)
 
 
 def test_every_image_of_a_task_is_trained_on_in_every_epoch(trained: list[Trained]) -> None:
     job = finish(tiny(batch__length="current"))
     for task in job.scenario.tasks:
-        mine = torch.cat([step.current for step in trained if step.shape.past_tasks == task.number])
+        mine = torch.cat([step.current for step in trained if step.spec.past_tasks == task.number])
         assert Counter(mine.tolist()) == Counter(task.train.tolist() * 2)
 
 
@@ -171,7 +172,7 @@ def test_memory_rows_are_the_exemplars_of_the_memory_before_the_task(trained: li
 
     finish(tiny(), look)
     for task in (1, 2):
-        used = torch.cat([step.memory for step in trained if step.shape.past_tasks == task]).unique()
+        used = torch.cat([step.memory for step in trained if step.spec.past_tasks == task]).unique()
         assert torch.equal(used, kept[task - 1].sort().values)
 
 
@@ -188,7 +189,7 @@ def test_current_rows_of_the_union_are_of_the_memory_too(trained: list[Trained])
     job = finish(tiny(batch__current_from="union", batch__length="current"))
     labels = job.scenario.train_labels
     for task in (1, 2):
-        current = torch.cat([step.current for step in trained if step.shape.past_tasks == task])
+        current = torch.cat([step.current for step in trained if step.spec.past_tasks == task])
         old = labels[current] < 2 * task
         assert int(old.sum()) == 2 * 12  # every exemplar, in each of two epochs
         assert int((~old).sum()) == 2 * 24
@@ -197,10 +198,10 @@ def test_current_rows_of_the_union_are_of_the_memory_too(trained: list[Trained])
 def test_joint_training_sees_all_tasks_so_far_and_keeps_no_memory(trained: list[Trained]) -> None:
     job = finish(tiny(method__name="joint"))
     for task in range(3):
-        mine = [step for step in trained if step.shape.past_tasks == task]
+        mine = [step for step in trained if step.spec.past_tasks == task]
         seen = torch.cat([step.index for step in mine])
         assert Counter(job.scenario.train_labels[seen].tolist()) == dict.fromkeys(range(2 * task + 2), 24)
-        assert all(step.shape.n_memory == 0 for step in mine)
+        assert all(step.spec.n_memory == 0 for step in mine)
     assert job.record.exemplars == [0, 0, 0]
 
 
@@ -214,7 +215,7 @@ def test_online_each_image_passes_once(trained: list[Trained]) -> None:
     job = finish(tiny(data__online=True, train__epochs=1, method__name="afc", method__finetune_epochs=0), look)
     passed: set[int] = set()
     for task in job.scenario.tasks:
-        mine = [step for step in trained if step.shape.past_tasks == task.number]
+        mine = [step for step in trained if step.spec.past_tasks == task.number]
         current = torch.cat([step.current for step in mine]).tolist()
         assert Counter(current) == Counter(task.train.tolist())
         before = kept[task.number - 1] if task.number else set()
@@ -228,7 +229,7 @@ def test_online_the_memory_holds_the_new_task_too_unless_only_past_ones_are_aske
     for source in ("all", "past"):
         trained.clear()
         job = finish(tiny(data__online=True, batch__memory_from=source))
-        replayed = [torch.cat([s.memory for s in trained if s.shape.past_tasks == t]) for t in range(3)]
+        replayed = [torch.cat([s.memory for s in trained if s.spec.past_tasks == t]) for t in range(3)]
         new = [torch.isin(rows, job.scenario.tasks[t].train).sum() for t, rows in enumerate(replayed)]
         assert all(len(rows) > 0 for rows in replayed[1:])
         assert (len(replayed[0]) == 0 and sum(new) == 0) if source == "past" else min(new) > 0
@@ -248,7 +249,7 @@ def test_online_a_second_phase_is_one_pass_over_what_was_stored_or_held_out(
     assert {entry["epoch"] for entry in job.record.history} == {0}
     assert len({entry["phase"] for entry in job.record.history}) == 2
     for task in (1, 2):
-        mine = [step for step in trained if step.shape.past_tasks == task]
+        mine = [step for step in trained if step.spec.past_tasks == task]
         main = torch.cat([s.index for s in mine if s.loss == "loss"]).tolist()
         second = torch.cat([s.index for s in mine if s.loss != "loss"]).tolist()
         if method == "bic":
@@ -275,7 +276,7 @@ def test_held_out_rows_are_left_to_the_second_phase(trained: list[Trained]) -> N
     for task in (1, 2):
         by_loss: dict[str, set[int]] = {"loss": set(), "correction_loss": set()}
         for step in trained:
-            if step.shape.past_tasks == task:
+            if step.spec.past_tasks == task:
                 by_loss[step.loss] |= set(step.index.tolist())
         assert not by_loss["loss"] & by_loss["correction_loss"]
         counts = Counter(labels[list(by_loss["correction_loss"])].tolist())
@@ -286,7 +287,7 @@ def test_the_balanced_phase_has_no_more_of_a_new_class_than_of_an_old_one(traine
     job = finish(tiny(method__name="eeil", method__balanced_epochs=2))
     labels = job.scenario.train_labels
     for task in (1, 2):
-        mine = [s for s in trained if s.loss == "balanced_loss" and s.shape.past_tasks == task]
+        mine = [s for s in trained if s.loss == "balanced_loss" and s.spec.past_tasks == task]
         new, old = torch.cat([s.current for s in mine]).unique(), torch.cat([s.memory for s in mine]).unique()
         assert set(Counter(labels[new].tolist()).values()) == {12 // (2 * task)}
         assert set(Counter(labels[old].tolist()).values()) == {12 // (2 * task)}
@@ -295,7 +296,7 @@ def test_the_balanced_phase_has_no_more_of_a_new_class_than_of_an_old_one(traine
 def test_a_phase_on_exemplars_has_new_classes_among_them(trained: list[Trained]) -> None:
     job = finish(tiny(method__name="podnet", method__finetune_epochs=2))
     for task in (1, 2):
-        rows = torch.cat([s.index for s in trained if s.loss == "finetune_loss" and s.shape.past_tasks == task])
+        rows = torch.cat([s.index for s in trained if s.loss == "finetune_loss" and s.spec.past_tasks == task])
         counts = Counter(job.scenario.train_labels[rows.unique()].tolist())
         assert counts == dict.fromkeys(range(2 * task + 2), 12 // (2 * task + 2))
 
@@ -346,7 +347,7 @@ def test_balanced_augmentation_shows_the_memory_in_many_views(monkeypatch: pytes
     job = finish(tiny(method__name="balaug", train__epochs=1))
     mean, std = (torch.tensor(v)[:, None, None] for v in (job.source.mean, job.source.std))
     for step, batch in batches:
-        past, n, m = step.shape.past_tasks, step.shape.n_current, step.shape.n_memory
+        past, n, m = step.spec.past_tasks, step.spec.n_current, step.spec.n_memory
         views = 3 * past if past else 1
         assert batch.n_memory == m * views and len(batch.images) == n + m * views
         plain = (job.source.train.images[batch.index].float() / 255 - mean) / std
@@ -398,9 +399,14 @@ def test_a_phase_has_its_own_settings_and_else_the_runs() -> None:
 
     config = tiny(train__lr=0.5, train__momentum=0.3)
     own = Phase(lr=0.2, lr_factor=0.1, epochs=7, schedule="constant", momentum=0.0)
-    hyper = Hyper.of(config, own)
-    assert (hyper.lr, hyper.epochs, hyper.momentum, hyper.weight_decay) == (pytest.approx(0.02), 7, 0.0, 5e-4)
-    assert Hyper.of(config, Phase()).momentum == 0.3
+    settings = PhaseSettings.of(config, own)
+    assert (settings.lr, settings.epochs, settings.momentum, settings.weight_decay) == (
+        pytest.approx(0.02),
+        7,
+        0.0,
+        5e-4,
+    )
+    assert PhaseSettings.of(config, Phase()).momentum == 0.3
 
 
 def test_the_best_epoch_is_kept_and_not_the_last() -> None:
@@ -607,15 +613,17 @@ def test_an_evaluation_of_nothing_is_refused_before_training(settings: dict[str,
     ("epochs", "drops"), [(1, []), (2, [1]), (3, [2]), (4, [2, 3]), (5, [3, 4]), (10, [5, 8]), (160, [80, 120])]
 )
 def test_a_milestone_lies_at_its_share_of_the_epochs_rounded_up(epochs: int, drops: list[int]) -> None:
-    hyper = Hyper.of(tiny(train__epochs=epochs, train__lr=1.0, train__milestones=[0.5, 0.75]), Phase("train"))
-    rates = [hyper.lr_at(epoch) for epoch in range(epochs)]
+    settings = PhaseSettings.of(
+        tiny(train__epochs=epochs, train__lr=1.0, train__milestones=[0.5, 0.75]), Phase("train")
+    )
+    rates = [settings.lr_at(epoch) for epoch in range(epochs)]
     assert rates[0] == 1.0
     assert [e for e in range(1, epochs) if rates[e] < rates[e - 1]] == drops
 
 
 def test_a_share_that_is_whole_but_for_rounding_is_whole() -> None:
-    hyper = Hyper.of(tiny(train__epochs=100, train__lr=1.0, train__milestones=[0.55]), Phase("train"))
-    assert 0.55 * 100 > 55 and [hyper.lr_at(e) for e in (54, 55)] == [1.0, pytest.approx(0.1)]
+    settings = PhaseSettings.of(tiny(train__epochs=100, train__lr=1.0, train__milestones=[0.55]), Phase("train"))
+    assert 0.55 * 100 > 55 and [settings.lr_at(e) for e in (54, 55)] == [1.0, pytest.approx(0.1)]
 
 
 def test_a_run_on_a_cpu_touches_the_number_of_threads_alone_and_puts_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,7 +631,7 @@ def test_a_run_on_a_cpu_touches_the_number_of_threads_alone_and_puts_it_back(mon
         pytest.fail("a setting of CUDA's was looked at")
 
     for name in ("_cuda_settings", "_set_cuda"):
-        monkeypatch.setattr(f"tbbn.bench.engine.phase.{name}", touched)
+        monkeypatch.setattr(f"tbbn.bench.engine.torch_settings.{name}", touched)
     before = torch.get_num_threads()
     seen = [torch.get_num_threads() for _ in Run(tiny(threads=before + 1, train__epochs=1)).events()]
     assert set(seen) == {before + 1} and torch.get_num_threads() == before
@@ -631,10 +639,10 @@ def test_a_run_on_a_cpu_touches_the_number_of_threads_alone_and_puts_it_back(mon
 
 def test_cudas_settings_are_put_back_though_a_run_on_a_cpu_began_first(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [("highest", False, False, True)]
-    monkeypatch.setattr("tbbn.bench.engine.phase._cuda_settings", lambda: now[0])
-    monkeypatch.setattr("tbbn.bench.engine.phase._set_cuda", lambda *values: now.__setitem__(0, values))
-    with settings(tiny(), torch.device("cpu")):
-        with settings(tiny(precision="tf32", autotune=True), torch.device("cuda")):
+    monkeypatch.setattr("tbbn.bench.engine.torch_settings._cuda_settings", lambda: now[0])
+    monkeypatch.setattr("tbbn.bench.engine.torch_settings._set_cuda", lambda *values: now.__setitem__(0, values))
+    with torch_settings(tiny(), torch.device("cpu")):
+        with torch_settings(tiny(precision="tf32", autotune=True), torch.device("cuda")):
             assert now == [("high", True, True, True)]
         assert now == [("high", True, True, True)]  # the last one out puts them back
     assert now == [("highest", False, False, True)]

@@ -9,7 +9,7 @@ import torch
 from tinyrun import finish, tiny
 
 from tbbn.bench.data.types import Batch
-from tbbn.bench.engine import Stepped, step
+from tbbn.bench.engine import Stepped, forward, step
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.methods import Losses
 from tbbn.bench.runs.saved import saved
@@ -26,8 +26,8 @@ def test_working_copies_give_the_bits_of_autocast(settings: dict[str, str], monk
 
     def with_copies(self: step.Step) -> None:
         prepared(self)
-        self.working = step.WorkingCopies(self.network)
-        self.teacher = None if self.previous is None else step.WorkingCopies(self.previous)
+        self.working = forward.WorkingCopies(self.network)
+        self.teacher = None if self.previous is None else forward.WorkingCopies(self.previous)
         made.append(self.working)
 
     monkeypatch.setattr(step.Step, "__post_init__", with_copies)
@@ -43,11 +43,11 @@ def test_working_copies_leave_frozen_weights_without_a_gradient() -> None:
     for name, weight in weights.items():
         weight.requires_grad_("convs.0" not in name)
     network.zero_grad()
-    copies = step.WorkingCopies(network)
+    copies = forward.WorkingCopies(network)
     with torch.autocast("cpu", torch.bfloat16):
         loss = copies(torch.randn(4, 3, 8, 8)).logits.float().square().mean()
     loss.backward()
-    copies.hand_back()
+    copies.copy_gradients_back()
     assert len(weights) > 1
     assert all((weight.grad is None) == ("convs.0" in name) for name, weight in weights.items())
 
@@ -82,4 +82,4 @@ def test_the_steps_before_a_bad_loss_are_counted_over_a_stop(tmp_path: Path) -> 
     finally:
         step.Step.losses = losses  # type: ignore[method-assign]
     assert len(seen) > 2 and again.record.status == "diverged"
-    assert "since step 2 of its kind of batch" in again.record.message
+    assert "since step 2 of its batch layout" in again.record.message

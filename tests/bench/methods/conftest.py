@@ -1,4 +1,4 @@
-"""A small world for methods: outputs made of random numbers, and a stage without an engine."""
+"""A small world for methods: outputs made of random numbers, and a task context without an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seed(value: int) -> torch.Generator:
 
 
 @dataclass
-class FakeStage:
+class FakeContext:
     """Rows of one tensor of images; what a method asks for is computed on the spot."""
 
     number: int
@@ -61,6 +61,9 @@ class FakeStage:
         old, new = self.n_old_classes, self.n_classes
         return Batch(self.images[rows], self.all_labels[rows], rows, len(rows) - n_memory, n_memory, old, new)
 
+    def forward(self, network: Network, batch: Batch) -> Output:
+        return network(batch.images)
+
     def generator(self, purpose: str) -> torch.Generator:
         self.asked.append(purpose)
         return seed(1000 + self.number)
@@ -77,8 +80,8 @@ class World:
         pattern = torch.randn(n, 1, 8, 8, generator=seed(1))
         self.images = pattern[self.labels] + 0.5 * torch.randn(len(self.labels), 1, 8, 8, generator=seed(2))
 
-    def stage(self, method: Method, number: int = 0, budget: int = 12) -> FakeStage:
-        """The stage of a task, the tasks before it gone through without training."""
+    def context(self, method: Method, number: int = 0, budget: int = 12) -> FakeContext:
+        """The context of a task, the tasks before it gone through without training."""
         net = Network(
             backbone("small", in_channels=1, last_relu=method.last_relu, generator=seed(3)), method.make_head(64)
         )
@@ -89,21 +92,21 @@ class World:
             rows = torch.isin(self.labels, torch.tensor(classes)).nonzero()[:, 0]
             task = Task(i, classes, rows, rows[:0], rows[:0])
             net.grow(size, seed(10 + i))
-            stage = FakeStage(i, task, net, previous, memory, self.images, self.labels)
+            context = FakeContext(i, task, net, previous, memory, self.images, self.labels)
             if i < number:
-                self.finish(method, stage)
+                self.finish(method, context)
                 self.unsettle(net, i)
-                previous, memory = net.teacher(), stage.memory
-        return stage
+                previous, memory = net.teacher(), context.memory
+        return context
 
-    def finish(self, method: Method, stage: FakeStage) -> None:
+    def finish(self, method: Method, context: FakeContext) -> None:
         """What the engine does around the training of a task, without the training."""
-        method.before_task(stage)
-        method.after_training(stage)
-        memory, rows = copy.copy(stage.memory), stage.task.train
-        memory.update(rows, self.labels[rows], n_seen=stage.n_classes, generator=seed(20 + stage.number))
-        stage.memory = memory
-        method.after_task(stage)
+        method.before_task(context)
+        method.after_training(context)
+        memory, rows = copy.copy(context.memory), context.task.train
+        memory.update(rows, self.labels[rows], n_seen=context.n_classes, generator=seed(20 + context.number))
+        context.memory = memory
+        method.after_task(context)
 
     def unsettle(self, net: Network, value: int) -> None:
         """Moves weights and running statistics a little, as training would."""

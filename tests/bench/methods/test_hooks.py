@@ -24,7 +24,7 @@ def seed(value: int = 0) -> torch.Generator:
 
 
 def bic_network(world: Any) -> Any:
-    net = world.stage(method("bic"), number=1).network
+    net = world.context(method("bic"), number=1).network
     head = net.head
     with torch.no_grad():
         for parameter, value in zip([*head.alphas, *head.betas], (0.5, 2.0, -1.0, 3.0), strict=True):
@@ -81,25 +81,25 @@ def test_bic_s_correction_loss_punishes_the_offset_and_no_other_parameter(world:
 
 def test_wa_makes_new_weights_as_long_as_old_ones_on_average(world: Any) -> None:
     wa = method("wa")
-    stage = world.stage(wa, number=2)
-    before = [w.detach().clone() for w in stage.network.head.weights]
-    biases = [b.detach().clone() for b in stage.network.head.biases]
-    wa.after_training(stage)
+    context = world.context(wa, number=2)
+    before = [w.detach().clone() for w in context.network.head.weights]
+    biases = [b.detach().clone() for b in context.network.head.biases]
+    wa.after_training(context)
     old = [math.hypot(*row) for block in before[:2] for row in block.tolist()]
     new = [math.hypot(*row) for row in before[2].tolist()]
     gamma = (sum(old) / 5) / (sum(new) / 2)
-    after = list(stage.network.head.weights)
+    after = list(context.network.head.weights)
     assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
     torch.testing.assert_close(after[2].detach(), before[2] * gamma)
-    assert all(torch.equal(a, b) for a, b in zip(stage.network.head.biases, biases, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(context.network.head.biases, biases, strict=True))
 
 
 def test_wa_leaves_the_first_task_alone(world: Any) -> None:
     wa = method("wa")
-    stage = world.stage(wa)
-    before = stage.network.head.weights[0].detach().clone()
-    wa.after_training(stage)
-    assert torch.equal(stage.network.head.weights[0], before)
+    context = world.context(wa)
+    before = context.network.head.weights[0].detach().clone()
+    wa.after_training(context)
+    assert torch.equal(context.network.head.weights[0], before)
 
 
 # iCaRL. --------------------------------------------------------------------------------------------------------------
@@ -107,13 +107,13 @@ def test_wa_leaves_the_first_task_alone(world: Any) -> None:
 
 def test_icarl_predicts_the_nearest_mean_of_exemplars(world: Any) -> None:
     icarl = method("icarl")
-    stage = world.stage(icarl, number=1)
-    world.finish(icarl, stage)
-    out = stage.network.eval()(world.images[::5])
+    context = world.context(icarl, number=1)
+    world.finish(icarl, context)
+    out = context.network.eval()(world.images[::5])
     means = []
     for c in range(5):
-        rows = stage.memory.index[stage.memory.labels == c]
-        units = [F.normalize(stage.outputs(row[None]).features[0], dim=0) for row in rows]
+        rows = context.memory.index[context.memory.labels == c]
+        units = [F.normalize(context.outputs(row[None]).features[0], dim=0) for row in rows]
         means.append(F.normalize(torch.stack(units).mean(0), dim=0).tolist())
     scores = icarl.predict(out)
     for row, feature in zip(scores.tolist(), out.features.tolist(), strict=True):
@@ -123,22 +123,22 @@ def test_icarl_predicts_the_nearest_mean_of_exemplars(world: Any) -> None:
 
 def test_icarl_never_chooses_a_class_without_exemplars(world: Any) -> None:
     icarl = method("icarl")
-    stage = world.stage(icarl, number=1)
-    world.finish(icarl, stage)
-    keep = stage.memory.labels != 3
-    stage.memory.index, stage.memory.labels = stage.memory.index[keep], stage.memory.labels[keep]
-    icarl.after_task(stage)
-    scores = icarl.predict(stage.network.eval()(world.images))
+    context = world.context(icarl, number=1)
+    world.finish(icarl, context)
+    keep = context.memory.labels != 3
+    context.memory.index, context.memory.labels = context.memory.index[keep], context.memory.labels[keep]
+    icarl.after_task(context)
+    scores = icarl.predict(context.network.eval()(world.images))
     assert scores[:, 3].eq(-math.inf).all() and scores[:, [0, 1, 2, 4]].isfinite().all()
 
 
 def test_icarl_falls_back_to_logits_without_means_for_all_classes(world: Any) -> None:
     icarl = method("icarl")
-    in_the_middle = world.stage(icarl, number=1).network.eval()(world.images[:3])
+    in_the_middle = world.context(icarl, number=1).network.eval()(world.images[:3])
     assert torch.equal(icarl.predict(in_the_middle), in_the_middle.logits)
-    stage = world.stage(icarl, budget=0)
-    world.finish(icarl, stage)
-    out = stage.network.eval()(world.images[:3])
+    context = world.context(icarl, budget=0)
+    world.finish(icarl, context)
+    out = context.network.eval()(world.images[:3])
     assert torch.equal(icarl.predict(out), out.logits)
 
 
@@ -150,12 +150,12 @@ def softmax(row: list[float]) -> list[float]:
     return [e / sum(exps) for e in exps]
 
 
-def il2m_scores(stage: Any, rows: torch.Tensor) -> dict[int, list[tuple[float, float]]]:
+def il2m_scores(context: Any, rows: torch.Tensor) -> dict[int, list[tuple[float, float]]]:
     """For each class the (own score, best score) of its rows."""
     found: dict[int, list[tuple[float, float]]] = {}
     for row in rows.tolist():
-        p = softmax(stage.outputs(torch.tensor([row])).logits[0].tolist())
-        label = int(stage.all_labels[row])
+        p = softmax(context.outputs(torch.tensor([row])).logits[0].tolist())
+        label = int(context.all_labels[row])
         found.setdefault(label, []).append((p[label], max(p)))
     return found
 
@@ -168,18 +168,18 @@ def test_il2m_rectifies_past_scores_where_the_best_class_is_new(world: Any) -> N
     il2m = method("il2m")
     learnt: dict[int, float] = {}
     confidence: dict[int, float] = {}
-    first = world.stage(il2m)
+    first = world.context(il2m)
     found = il2m_scores(first, first.task.train)
     for c, pairs in found.items():
         learnt[c] = mean([own for own, _ in pairs])
         confidence[c] = mean([best for pairs in found.values() for _, best in pairs])
 
-    stage = world.stage(il2m, number=1)
-    il2m.after_training(stage)
-    found = il2m_scores(stage, stage.task.train)
+    context = world.context(il2m, number=1)
+    il2m.after_training(context)
+    found = il2m_scores(context, context.task.train)
     now_confidence = mean([best for pairs in found.values() for _, best in pairs])
-    now = {c: mean([own for own, _ in pairs]) for c, pairs in il2m_scores(stage, stage.memory.index).items()}
-    out = stage.network.eval()(world.images[: 5 * 12])
+    now = {c: mean([own for own, _ in pairs]) for c, pairs in il2m_scores(context, context.memory.index).items()}
+    out = context.network.eval()(world.images[: 5 * 12])
     scores = il2m.predict(out)
     seen = set()
     for row, logits in zip(scores.tolist(), out.logits.tolist(), strict=True):
@@ -194,20 +194,20 @@ def test_il2m_rectifies_past_scores_where_the_best_class_is_new(world: Any) -> N
 
 def test_il2m_leaves_classes_without_exemplars_and_runs_without_memory_alone(world: Any) -> None:
     il2m = method("il2m")
-    stage = world.stage(il2m, number=1)
-    keep = stage.memory.labels != 0
-    stage.memory.index, stage.memory.labels = stage.memory.index[keep], stage.memory.labels[keep]
-    il2m.after_training(stage)
-    factors = stage.network.recall("factors")
+    context = world.context(il2m, number=1)
+    keep = context.memory.labels != 0
+    context.memory.index, context.memory.labels = context.memory.index[keep], context.memory.labels[keep]
+    il2m.after_training(context)
+    factors = context.network.recall("factors")
     assert factors[0] == 1 and factors[1] != 1 and factors[2:].eq(1).all()
-    bare = world.stage(il2m, number=1, budget=0)
+    bare = world.context(il2m, number=1, budget=0)
     il2m.after_training(bare)
     assert bare.network.recall("factors").eq(1).all()
 
 
 def test_il2m_in_the_middle_of_a_task_predicts_plain_probabilities(world: Any) -> None:
     il2m = method("il2m")
-    out = world.stage(il2m, number=1).network.eval()(world.images[:3])
+    out = world.context(il2m, number=1).network.eval()(world.images[:3])
     torch.testing.assert_close(il2m.predict(out), out.logits.softmax(1))
 
 
@@ -216,14 +216,14 @@ def test_il2m_in_the_middle_of_a_task_predicts_plain_probabilities(world: Any) -
 
 def test_derpp_stores_logits_when_a_row_is_stored_and_keeps_them(world: Any) -> None:
     derpp = method("derpp")
-    first = world.stage(derpp)
+    first = world.context(derpp)
     world.finish(derpp, first)
     then = {row: first.outputs(torch.tensor([row])).logits[0] for row in first.memory.index.tolist()}
 
-    stage = world.stage(derpp, number=1)  # the same first task, then other weights
-    world.finish(derpp, stage)
-    state = stage.network.state
-    assert state["dark_rows"].tolist() == sorted(stage.memory.index.tolist())
+    context = world.context(derpp, number=1)  # the same first task, then other weights
+    world.finish(derpp, context)
+    state = context.network.state
+    assert state["dark_rows"].tolist() == sorted(context.memory.index.tolist())
     kept = 0
     for row, logits, width in zip(*(state[f"dark_{k}"] for k in ("rows", "logits", "widths")), strict=True):
         if world.labels[row] < 2:
@@ -232,15 +232,15 @@ def test_derpp_stores_logits_when_a_row_is_stored_and_keeps_them(world: Any) -> 
             torch.testing.assert_close(logits[:2], then[int(row)])
         else:
             assert width == 5
-            torch.testing.assert_close(logits, stage.outputs(row[None]).logits[0])
+            torch.testing.assert_close(logits, context.outputs(row[None]).logits[0])
     assert kept == 4
 
 
 def test_derpp_without_memory_stores_nothing(world: Any) -> None:
     derpp = method("derpp")
-    stage = world.stage(derpp, budget=0)
-    world.finish(derpp, stage)
-    assert stage.network.state == {}
+    context = world.context(derpp, budget=0)
+    world.finish(derpp, context)
+    assert context.network.state == {}
 
 
 # PODNet and AFC. -----------------------------------------------------------------------------------------------------
@@ -249,40 +249,40 @@ def test_derpp_without_memory_stores_nothing(world: Any) -> None:
 @pytest.mark.parametrize("name", ["podnet", "afc"])
 def test_new_proxies_start_at_cluster_centres_of_the_length_of_old_ones(name: str, world: Any) -> None:
     chosen = method(name, {"n_proxies": 12})  # as many as images of a class: every image is a centre
-    stage = world.stage(chosen, number=1)
-    old = stage.network.head.weights[0].detach().clone()
-    chosen.before_task(stage)
-    assert stage.asked == ["proxies"]
-    assert torch.equal(stage.network.head.weights[0], old)
+    context = world.context(chosen, number=1)
+    old = context.network.head.weights[0].detach().clone()
+    chosen.before_task(context)
+    assert context.asked == ["proxies"]
+    assert torch.equal(context.network.head.weights[0], old)
     length = mean([math.hypot(*proxy) for cls in old.tolist() for proxy in cls])
-    for i, c in enumerate(stage.task.classes):
-        rows = stage.task.train[world.labels[stage.task.train] == c]
-        features = F.normalize(stage.outputs(rows).features, dim=1) * length
-        distances = torch.cdist(stage.network.head.weights[1][i].detach(), features)
+    for i, c in enumerate(context.task.classes):
+        rows = context.task.train[world.labels[context.task.train] == c]
+        features = F.normalize(context.outputs(rows).features, dim=1) * length
+        distances = torch.cdist(context.network.head.weights[1][i].detach(), features)
         assert distances.min(0).values.max() < 1e-3
 
 
 @pytest.mark.parametrize("name", ["podnet", "afc"])
 def test_proxies_of_the_first_task_are_left_as_drawn(name: str, world: Any) -> None:
     chosen = method(name)
-    stage = world.stage(chosen)
-    before = stage.network.head.weights[0].detach().clone()
-    chosen.before_task(stage)
-    assert torch.equal(stage.network.head.weights[0], before) and not stage.asked
+    context = world.context(chosen)
+    before = context.network.head.weights[0].detach().clone()
+    chosen.before_task(context)
+    assert torch.equal(context.network.head.weights[0], before) and not context.asked
 
 
 def test_afc_s_importance_is_the_energy_of_the_gradient_by_channel(world: Any) -> None:
     afc = method("afc")
-    stage = world.stage(afc, number=1)
-    stage.network.requires_grad_(False)  # as after a phase that trained the head alone
-    before = {key: tensor.clone() for key, tensor in stage.network.state_dict().items() if "importance" not in key}
-    afc.after_training(stage)
-    after = stage.network.state_dict()
+    context = world.context(afc, number=1)
+    context.network.requires_grad_(False)  # as after a phase that trained the head alone
+    before = {key: tensor.clone() for key, tensor in context.network.state_dict().items() if "importance" not in key}
+    afc.after_training(context)
+    after = context.network.state_dict()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
     sums: list[list[float]] = [[0.0] * c for c in (32, 64, 64)]
-    net = stage.network.requires_grad_(True).train()
-    for batch in stage.batches("importance"):
+    net = context.network.requires_grad_(True).train()
+    for batch in context.batches("importance"):
         out = net(batch.images)
         for maps in out.stages:
             maps.retain_grad()
@@ -295,19 +295,19 @@ def test_afc_s_importance_is_the_energy_of_the_gradient_by_channel(world: Any) -
             for c in range(len(total)):
                 total[c] += maps.grad[:, c].square().sum().item() / len(batch.labels)
     for i, total in enumerate(sums):
-        importance = stage.network.recall(f"importance_{i}")
+        importance = context.network.recall(f"importance_{i}")
         assert importance.mean().item() == pytest.approx(1.0, rel=1e-4)
         assert importance.tolist() == pytest.approx([v / mean(total) for v in total], rel=1e-3, abs=1e-5)
 
 
 def test_afc_without_any_gradient_takes_all_channels_as_equal(world: Any) -> None:
     afc = method("afc")
-    stage = world.stage(afc)
-    stage.task = replace(stage.task, classes=range(1), train=stage.task.train[:12])
-    stage.network.head.task_sizes = [1]
-    stage.network.head.weights[0] = nn.Parameter(stage.network.head.weights[0][:1].detach())
-    afc.after_training(stage)
-    assert all(stage.network.recall(f"importance_{i}").eq(1).all() for i in range(3))
+    context = world.context(afc)
+    context.task = replace(context.task, classes=range(1), train=context.task.train[:12])
+    context.network.head.task_sizes = [1]
+    context.network.head.weights[0] = nn.Parameter(context.network.head.weights[0][:1].detach())
+    afc.after_training(context)
+    assert all(context.network.recall(f"importance_{i}").eq(1).all() for i in range(3))
 
 
 # All of them. --------------------------------------------------------------------------------------------------------
@@ -317,9 +317,9 @@ def test_afc_without_any_gradient_takes_all_channels_as_equal(world: Any) -> Non
 @pytest.mark.parametrize("budget", [0, 12])
 def test_every_method_walks_through_three_tasks_and_scores_all_classes(name: str, budget: int, world: Any) -> None:
     chosen = method(name)
-    stage = world.stage(chosen, number=2, budget=budget)
-    world.finish(chosen, stage)
-    out = stage.network.eval()(world.images[:4])
+    context = world.context(chosen, number=2, budget=budget)
+    world.finish(chosen, context)
+    out = context.network.eval()(world.images[:4])
     scores = chosen.predict(out)
     assert scores.shape == (4, 7) and not scores.isnan().any()
 
@@ -327,10 +327,10 @@ def test_every_method_walks_through_three_tasks_and_scores_all_classes(name: str
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_remembers_is_restored_with_the_weights(name: str, world: Any) -> None:
     chosen: Method = method(name)
-    stage = world.stage(chosen, number=1)
-    world.finish(chosen, stage)
-    fresh = world.stage(chosen).network
-    fresh.restore(stage.network.state_dict(), stage.network.task_sizes)
+    context = world.context(chosen, number=1)
+    world.finish(chosen, context)
+    fresh = world.context(chosen).network
+    fresh.restore(context.network.state_dict(), context.network.task_sizes)
     images = world.images[:4]
-    assert torch.equal(chosen.predict(fresh.eval()(images)), chosen.predict(stage.network.eval()(images)))
-    assert fresh.state.keys() == stage.network.state.keys()
+    assert torch.equal(chosen.predict(fresh.eval()(images)), chosen.predict(context.network.eval()(images)))
+    assert fresh.state.keys() == context.network.state.keys()

@@ -255,17 +255,19 @@ def test_derpp_with_none_of_the_rows_stored_has_a_dark_term_of_zero(batch: Batch
 @pytest.mark.parametrize("name", METHODS)
 def test_the_teacher_gets_no_gradient_and_keeps_its_buffers(name: str, world: Any) -> None:
     chosen = method(name)
-    stage = world.stage(chosen, number=1)
-    chosen.before_task(stage)
-    teacher, net = stage.previous, stage.network.train()
+    context = world.context(chosen, number=1)
+    chosen.before_task(context)
+    teacher, net = context.previous, context.network.train()
     before = {key: tensor.clone() for key, tensor in teacher.state_dict().items()}
-    batch = stage.batch(torch.cat([stage.task.train[::4], stage.memory.index[::3]]), len(stage.memory.index[::3]))
+    batch = context.batch(
+        torch.cat([context.task.train[::4], context.memory.index[::3]]), len(context.memory.index[::3])
+    )
     losses = chosen.loss(batch, net(batch.images), teacher(batch.images) if chosen.needs_previous else None)
     torch.stack(list(losses.values())).sum().backward()
     assert all(p.grad is None for p in teacher.parameters())
     assert not teacher.training
     assert all(torch.equal(tensor, before[key]) for key, tensor in teacher.state_dict().items())
-    trained = chosen.parameters(net, chosen.phases(stage)[0].trainable)
+    trained = chosen.parameters(net, chosen.phases(context)[0].trainable)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trained)
 
 
@@ -273,11 +275,13 @@ def test_the_teacher_gets_no_gradient_and_keeps_its_buffers(name: str, world: An
 def test_losses_read_no_value_back_and_have_no_shape_that_depends_on_values(name: str, world: Any) -> None:
     """On the meta device tensors have no values: whatever a captured step could not do fails there."""
     chosen = method(name)
-    stage = world.stage(chosen, number=1)
-    batch = stage.batch(torch.cat([stage.task.train[::4], stage.memory.index[::3]]), len(stage.memory.index[::3]))
+    context = world.context(chosen, number=1)
+    batch = context.batch(
+        torch.cat([context.task.train[::4], context.memory.index[::3]]), len(context.memory.index[::3])
+    )
     batch = replace(batch, **{key: getattr(batch, key).to("meta") for key in ("images", "labels", "index")})
-    net, teacher = stage.network.to("meta").train(), stage.previous.to("meta")
-    for phase in chosen.phases(stage):
+    net, teacher = context.network.to("meta").train(), context.previous.to("meta")
+    for phase in chosen.phases(context):
         losses = getattr(chosen, phase.loss)(batch, net(batch.images), teacher(batch.images))
         assert all(term.shape == () for term in losses.values())
         torch.stack(list(losses.values())).sum().backward()

@@ -258,7 +258,7 @@ def test_the_step_at_which_a_run_diverged_is_told_also_if_it_was_interrupted(
     monkeypatch.setattr(Step, "losses", spoilt)
     record = run_saved(config, tmp_path)
     assert record.status == "diverged"
-    assert "task 1, phase 'train', epoch 2, since step 6 of its kind of batch" in record.message
+    assert "task 1, phase 'train', epoch 2, since step 6 of its batch layout" in record.message
     assert "largest gradient in backbone." in record.message and "(nan)" in record.message
 
 

@@ -15,7 +15,7 @@ from tinyrun import finish, tiny
 
 from tbbn.bench.cli.main import main
 from tbbn.bench.engine import Run
-from tbbn.bench.engine.phase import Hyper
+from tbbn.bench.engine.phase import PhaseSettings
 from tbbn.bench.runs import checkpoint, state
 from tbbn.bench.runs.record import load_record, save_record
 from tbbn.bench.runs.retrain import retrain
@@ -71,8 +71,8 @@ def test_the_state_kept_is_that_of_a_run_which_stops_there(tmp_path: Path) -> No
 
 def test_another_training_is_found_and_how_far_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_saved(tiny(), tmp_path)
-    real = Hyper.lr_at
-    monkeypatch.setattr(Hyper, "lr_at", lambda self, epoch: real(self, epoch) * (1 + 1e-3 * epoch))
+    real = PhaseSettings.lr_at
+    monkeypatch.setattr(PhaseSettings, "lr_at", lambda self, epoch: real(self, epoch) * (1 + 1e-3 * epoch))
     for task in (0, 1, 2):  # of the last one the newest checkpoint has the weights
         found = problems(tmp_path, task)
         said = found[f"weights after task {task + 1}, retrained"]
@@ -86,8 +86,8 @@ def test_another_training_is_found_and_how_far_it_goes(tmp_path: Path, monkeypat
 
 def test_other_accuracies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = run_saved(tiny(), tmp_path)
-    real = Hyper.lr_at
-    monkeypatch.setattr(Hyper, "lr_at", lambda self, epoch: real(self, epoch) * 1e-6)
+    real = PhaseSettings.lr_at
+    monkeypatch.setattr(PhaseSettings, "lr_at", lambda self, epoch: real(self, epoch) * 1e-6)
     apart = problems(tmp_path, 0)["accuracy after task 1, retrained"]
     assert f"apart: the record has {record.accuracy[0]}, retrained it is [" in apart
 
@@ -111,7 +111,7 @@ def test_an_unlike_environment_is_named_as_what_may_explain_it(tmp_path: Path, m
 
 def test_a_training_that_diverges_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_saved(tiny(), tmp_path)
-    monkeypatch.setattr(Hyper, "lr_at", lambda *_: 1e30)
+    monkeypatch.setattr(PhaseSettings, "lr_at", lambda *_: 1e30)
     assert problems(tmp_path, 1)["task 2, retrained"].startswith("it diverged: the loss or a weight is not finite")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -9,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tbbn.bench.data import crop
+from tbbn.bench.data.augment import Augment
+from tbbn.bench.data.device import DeviceDataset, to_device
 from tbbn.bench.data.memory import Reservoir, select
+from tbbn.bench.data.types import Batch
 from tbbn.errors import UserError, unknown_name
 
 LENGTHS = ("longer", "current", "memory")
@@ -30,6 +35,90 @@ class Block:
     @property
     def steps(self) -> int:
         return len(self.index)
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """What all batches of a block have in common: their layout, and how many tasks and classes came before."""
+
+    n_current: int
+    n_memory: int  # stored rows; each is seen in `views` views
+    views: int  # the first view is augmented like any row, the others strongly
+    past_tasks: int
+    n_old_classes: int
+    n_classes: int
+    has_layout: bool  # rows are [current ; memory]; False for mixed batches
+
+    @property
+    def base_rows(self) -> int:
+        """Rows without the further views."""
+        return self.n_current + self.n_memory
+
+    @property
+    def extra_rows(self) -> int:
+        """Rows of the further views; they follow the base rows."""
+        return self.n_memory * (self.views - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class EpochBlock:
+    """Consecutive steps of one spec, with everything random about them drawn, on the device."""
+
+    spec: BatchSpec
+    index: Tensor  # (steps, base_rows + extra_rows) int64 rows of source.train
+    parameters: list[
+        Tensor
+    ]  # of the augmentation, (steps, base_rows, k); then of the strong one, (steps, extra_rows, k)
+
+    @property
+    def steps(self) -> int:
+        return len(self.index)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchMaker:
+    """Turns rows of a training split into batches. Everything random is in `draw`; nothing in `make_batch` is, or waits."""
+
+    data: DeviceDataset
+    augment: Augment
+    strong: Augment  # of the further views of memory rows
+
+    def draw(self, block: Block, spec: BatchSpec, generator: torch.Generator) -> EpochBlock:
+        """Draw the augmentation parameters of a block on the CPU, and send all of it to the device at once."""
+        index, steps, device = block.index, block.steps, self.data.labels.device
+        size = (self.data.images.shape[2], self.data.images.shape[3])
+        drawn = [self.augment.draw(steps * spec.base_rows, generator, size)]
+        if spec.extra_rows:
+            index = torch.cat([index, index[:, spec.n_current :].repeat(1, spec.views - 1)], dim=1)
+            drawn.append(self.strong.draw(steps * spec.extra_rows, generator, size))
+        parameters = [to_device(values.unflatten(0, (steps, -1)), device) for values in drawn]
+        return EpochBlock(spec, to_device(index, device), parameters)
+
+    def make_batch(self, spec: BatchSpec, index: Tensor, inputs: Sequence[Tensor]) -> Batch:
+        """Gather, augment and normalise the rows `index` on the device.
+
+        `inputs` are the step's parameters as in `EpochBlock`, followed by the prefetched images if the data is streamed.
+        """
+        return Batch(
+            images=self._images(spec, index, inputs),
+            labels=self.data.labels[index],
+            index=index,
+            n_current=spec.n_current if spec.has_layout else spec.base_rows,
+            n_memory=spec.n_memory * spec.views if spec.has_layout else 0,
+            n_old_classes=spec.n_old_classes,
+            n_classes=spec.n_classes,
+        )
+
+    def _images(self, spec: BatchSpec, index: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        data = self.data
+        stored, rows = data.locate(index, inputs)
+        if not spec.extra_rows and crop.suits(self.augment, stored):
+            return crop.cropped(self.augment, stored, rows, inputs[0], data.mean, data.std, data.memory_format)
+        raw, n = data.gather(index, inputs), spec.base_rows
+        if not spec.extra_rows:
+            return data.normalised(self.augment.apply(raw, inputs[0]))
+        views = [self.augment.apply(raw[:n], inputs[0]), self.strong.apply(raw[n:], inputs[1])]
+        return data.normalised(torch.cat(views))
 
 
 def parts(batch_size: int, ratio: tuple[int, int] = (3, 1)) -> tuple[int, int]:

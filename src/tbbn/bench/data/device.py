@@ -74,6 +74,16 @@ def place_on_device(
     return images.to(device)
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """The values on the device, copied from pinned memory, so that the host does not wait for the copy.
+
+    While the host waits in one lane, no other lane can enqueue work.
+    """
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -228,3 +228,9 @@ def _held_out(labels: Tensor, fraction: float, seed: int) -> Tensor:
     mask = torch.zeros(len(labels), dtype=torch.bool)
     mask[order] = rank < n_validation[original[order]]
     return mask.to(labels.device)
+
+
+def task_of_class(scenario: Scenario) -> Tensor:
+    """(classes,): the task in which each class arrives."""
+    sizes = torch.tensor(scenario.task_sizes)
+    return torch.repeat_interleave(torch.arange(len(sizes)), sizes)

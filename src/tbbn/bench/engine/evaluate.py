@@ -10,9 +10,9 @@ from torch import Tensor
 from tbbn.bench import metrics
 from tbbn.bench.config import RunConfig
 from tbbn.bench.data.device import DeviceDataset
-from tbbn.bench.data.scenario import Scenario, Task
+from tbbn.bench.data.scenario import Scenario, Task, task_of_class
+from tbbn.bench.engine.forward import evaluation_pass
 from tbbn.bench.engine.record import Record
-from tbbn.bench.engine.task import evaluated
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network, Output
 from tbbn.errors import UserError
@@ -47,7 +47,7 @@ def evaluate(
         return torch.stack([scores.argmax(1), scores.masked_fill(others, -math.inf).argmax(1)])
 
     size, precision = config.batch.evaluation, config.precision
-    parts = list(evaluated(network, data, rows, size, precision, predict))
+    parts = list(evaluation_pass(network, data, rows, size, precision, predict))
     free, known = torch.cat(parts, 1).cpu()
     by_task = [tasks[labels] == t for t in range(task.number + 1)]
     record.accuracy.append([(free == labels)[m].double().mean().item() for m in by_task])
@@ -74,9 +74,3 @@ def confusion_of(labels: Tensor, predicted: Tensor, n_classes: int) -> list[list
     """How often each class (row) was taken for each (column)."""
     counts = torch.bincount(labels * n_classes + predicted, minlength=n_classes * n_classes)
     return counts.view(n_classes, n_classes).tolist()
-
-
-def task_of_class(scenario: Scenario) -> Tensor:
-    """(classes,): the task in which each class arrives."""
-    sizes = torch.tensor(scenario.task_sizes)
-    return torch.repeat_interleave(torch.arange(len(sizes)), sizes)

@@ -67,7 +67,7 @@ def forecast(config: RunConfig) -> list[TaskForecast]:
 
 
 def _left_to_train(method: Method, new: list[int], kept: list[float]) -> tuple[int, int]:
-    """Rows of the new task and of the memory that the method does not hold out of its main phase."""
+    """PhaseRows of the new task and of the memory that the method does not hold out of its main phase."""
     share = method.holdout()
     if not share or not kept:
         return sum(new), round(sum(kept))

@@ -24,7 +24,7 @@ Drive = Callable[[int, Run], Iterator[Event]]
 MOST = 16  # lanes that are tried where their number is to be found
 
 
-class Growth:
+class LaneTuner:
     """How many lanes pay, found while they work: one more as long as that made all of them together faster by 5 %.
 
     Epochs' ends are counted, not steps: a step is enqueued long before it is done. After each growth the new lane's first
@@ -158,7 +158,7 @@ def run_lanes(
     mistaken: list[Lane] = []
     records: dict[int, Record] = {}
     on_gpu = torch.cuda.is_available() and all(config.device != "cpu" for config in configs)
-    growth = Growth(min(len(configs), MOST) if n_lanes is None and on_gpu else 1, _room)
+    growth = LaneTuner(min(len(configs), MOST) if n_lanes is None and on_gpu else 1, _room)
     while waiting or active:
         if stop is not None and stop():
             waiting.clear()

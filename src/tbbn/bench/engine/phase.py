@@ -1,32 +1,35 @@
-"""The settings of a phase, and of the process while a run is at work."""
+"""The settings of a phase: the method's where it has its own, else the run's. And the optimiser they make."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from tbbn.bench.config import RunConfig
 from tbbn.bench.methods import Phase
 
 
 @dataclass(frozen=True)
-class Hyper:
+class PhaseSettings:
     """The settings of a phase, all filled in."""
 
     epochs: int
     lr: float
     momentum: float
     weight_decay: float
+    nesterov: bool
     schedule: str
     milestones: tuple[float, ...]
     gamma: float
     keep: str
 
     @classmethod
-    def of(cls, config: RunConfig, phase: Phase) -> Hyper:
+    def of(cls, config: RunConfig, phase: Phase) -> PhaseSettings:
         train = config.train
 
         def pick(name: str) -> Any:
@@ -38,6 +41,7 @@ class Hyper:
             lr=pick("lr") * phase.lr_factor,
             momentum=pick("momentum"),
             weight_decay=pick("weight_decay"),
+            nesterov=train.nesterov and pick("momentum") > 0,
             schedule=pick("schedule"),
             milestones=train.milestones,
             gamma=train.gamma,
@@ -48,53 +52,41 @@ class Hyper:
         if self.schedule == "cosine":
             return self.lr * 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
         if self.schedule == "multistep":
-            # Rounded up, so that a short run does not pass a milestone before its first step; less what a product may be off by.
-            passed = sum(epoch >= math.ceil(m * self.epochs - 1e-9) for m in self.milestones)
-            return self.lr * self.gamma**passed
+            # Rounded up, so that a short run does not reach a milestone before its first step. 1e-9 absorbs the product's error.
+            reached = sum(epoch >= math.ceil(m * self.epochs - 1e-9) for m in self.milestones)
+            return self.lr * self.gamma**reached
         return self.lr
 
 
-class settings:
-    """Torch's process-wide settings as a run wants them. Runs side by side share them; the last one out puts them back.
-
-    On a CPU only the number of threads is touched: what concerns CUDA alone may be locked by others.
-    """
-
-    inside = 0
-    threads_before: int
-    cuda_before: tuple[str, bool, bool, bool] | None
-
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
-        self.threads = config.threads
-        self.on_gpu = device.type == "cuda"
-        self.tf32 = config.precision != "fp32"
-        self.autotune = config.autotune
-
-    def __enter__(self) -> None:
-        if not settings.inside:
-            settings.threads_before, settings.cuda_before = torch.get_num_threads(), None
-        settings.inside += 1
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        if self.on_gpu:
-            if settings.cuda_before is None:
-                settings.cuda_before = _cuda_settings()
-            _set_cuda("high" if self.tf32 else "highest", self.tf32, True, self.autotune)
-
-    def __exit__(self, *_: object) -> None:
-        settings.inside -= 1
-        if not settings.inside:
-            torch.set_num_threads(settings.threads_before)
-            if settings.cuda_before is not None:
-                _set_cuda(*settings.cuda_before)
+def make_optimizer(
+    parameters: list[nn.Parameter], settings: PhaseSettings, momentum_buffers: Mapping[str, Tensor]
+) -> torch.optim.Optimizer:
+    """SGD over these parameters, with momentum buffers restored from a checkpoint, keyed by position."""
+    device = parameters[0].device
+    optimizer = torch.optim.SGD(
+        parameters,
+        lr=torch.tensor(settings.lr, device=device) if device.type == "cuda" else settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        nesterov=settings.nesterov,
+        fused=True,
+    )
+    for position, buffer in momentum_buffers.items():
+        # In the parameter's memory format: a fused step walks both in storage order.
+        parameter = parameters[int(position)]
+        optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(buffer).detach()
+    return optimizer
 
 
-def _cuda_settings() -> tuple[str, bool, bool, bool]:
-    cudnn = torch.backends.cudnn
-    return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # in place: a captured step reads it
+        else:
+            group["lr"] = lr
 
 
-def _set_cuda(precision: str, tf32: bool, deterministic: bool, benchmark: bool) -> None:
-    torch.set_float32_matmul_precision(precision)
-    cudnn = torch.backends.cudnn
-    cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = tf32, deterministic, benchmark
+@torch.no_grad()
+def all_finite(parameters: list[nn.Parameter]) -> Tensor:
+    """Whether every weight is finite, on the device: a sum of absolute values is not if one of them is not."""
+    return torch.stack(torch._foreach_norm(tuple(parameters), 1)).isfinite().all()

@@ -6,18 +6,22 @@ from dataclasses import replace
 
 import torch
 
+from tbbn.accelerators.native import binding as native
 from tbbn.bench import seeds
 from tbbn.bench.config import RunConfig
 from tbbn.bench.data import loading
-from tbbn.bench.data.batches import parts
+from tbbn.bench.data.augment import augmentation
+from tbbn.bench.data.batches import BatchMaker, parts
 from tbbn.bench.data.device import DeviceDataset, place_on_device
 from tbbn.bench.data.memory import ExemplarMemory
-from tbbn.bench.data.scenario import Scenario, make_scenario
+from tbbn.bench.data.scenario import Scenario, Task, make_scenario, task_of_class
 from tbbn.bench.data.types import Source
+from tbbn.bench.engine.forward import TrainingForward
+from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.methods import Method, method
 from tbbn.bench.models import Network, backbone
 from tbbn.errors import UserError
-from tbbn.nn import convert, splits
+from tbbn.nn import convert, is_balanced, splits
 
 
 def method_of(config: RunConfig) -> Method:
@@ -144,9 +148,39 @@ def make_network(config: RunConfig, method: Method, source: Source, device: torc
     return network.to(memory_format=memory_format_of(config, device))  # type: ignore[call-overload]
 
 
+def training_forward(
+    config: RunConfig, network: Network, scenario: Scenario, task: Task, device: torch.device
+) -> TrainingForward:
+    """How batches of a task pass through the network."""
+    by_task = config.norm.name == "adab2n" and device.type == "cpu"
+    return TrainingForward(
+        past_tasks=task.number,
+        takes_layout=config.norm.name != "bn" and is_balanced(network),
+        class_task=task_of_class(scenario).to(device) if by_task else None,
+        separate=config.batch.forward == "separate",
+    )
+
+
 def on_device(config: RunConfig, source: Source, scenario: Scenario, split: str, device: torch.device) -> DeviceDataset:
     """The "train" or "test" split of the data on the device, or streamed to it."""
     part, labels = getattr(source, split), getattr(scenario, f"{split}_labels")
     labels, mean, std = (t.to(device) for t in (labels, torch.tensor(source.mean), torch.tensor(source.std)))
     images = place_on_device(part.images, device, config.data.stream)
     return DeviceDataset(images, labels, mean, std, config.data.crop or None, memory_format_of(config, device))
+
+
+def batch_maker(config: RunConfig, data: DeviceDataset) -> BatchMaker:
+    crop = config.data.crop or None
+    return BatchMaker(data, augmentation(config.batch.augment, crop=crop), augmentation("strong", crop=crop))
+
+
+def record_of(config: RunConfig, source: Source, scenario: Scenario, network: Network, device: torch.device) -> Record:
+    """An empty record with everything that is known before training."""
+    record = new_record(config)
+    record.environment["device"] = device.type
+    if device.type == "cpu" and is_balanced(network):  # the last bits depend on the kernel
+        record.environment["cpu_kernel"] = native.status()
+    record.class_order = list(scenario.class_order)
+    record.task_sizes = list(scenario.task_sizes)
+    record.skipped = list(source.skipped)
+    return record

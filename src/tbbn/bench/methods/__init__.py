@@ -21,7 +21,7 @@ from tbbn.bench.methods import (  # noqa: F401  each registers its method; a new
     ssil,
     wa,
 )
-from tbbn.bench.methods.base import Losses, Method, Phase, Stage, make_method
+from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext, make_method
 from tbbn.registry import METHODS
 
 
@@ -30,4 +30,4 @@ def method(name: str, options: Mapping[str, Any] | None = None) -> Method:
     return make_method(name, METHODS.get(name), options or {})
 
 
-__all__ = ["Losses", "Method", "Phase", "Stage", "make_method", "method"]
+__all__ = ["Losses", "Method", "Phase", "TaskContext", "make_method", "method"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tbbn.bench.methods.base import Losses, Stage
+from tbbn.bench.methods.base import Losses, TaskContext
 from tbbn.bench.methods.proxy import ProxyMethod
 from tbbn.bench.methods.terms import channel_distance, nca
 from tbbn.bench.models import Output
@@ -35,12 +35,12 @@ class Afc(ProxyMethod):
         importance = [previous.state[_name(i)] for i in range(len(output.stages))]
         return {"consolidation": self.importance_weight * channel_distance(output.stages, previous.stages, importance)}
 
-    def after_training(self, stage: Stage) -> None:
+    def after_training(self, context: TaskContext) -> None:
         # Gradients as in training, but on a copy: measuring must not move the running statistics.
-        probe = copy.deepcopy(stage.network).train().requires_grad_(True)
+        probe = copy.deepcopy(context.network).train().requires_grad_(True)
         sums: list[Tensor] = []
-        for batch in stage.batches("importance"):
-            output = probe(batch.images)
+        for batch in context.batches("importance"):
+            output = context.forward(probe, batch)
             gradients = torch.autograd.grad(nca(output.logits, batch.labels), output.stages)
             energy = [gradient.float().square().sum((2, 3)).mean(0) for gradient in gradients]
             sums = [total + new for total, new in zip(sums, energy, strict=True)] if sums else energy
@@ -48,4 +48,4 @@ class Afc(ProxyMethod):
             mean = total.mean()
             # A loss of zero throughout says nothing about the channels: then they matter alike.
             importance = torch.where(mean > 0, total / mean, torch.ones_like(total))
-            stage.network.remember(_name(i), importance)
+            context.network.remember(_name(i), importance)

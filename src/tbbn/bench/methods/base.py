@@ -49,17 +49,23 @@ class Phase:
     uses_previous: bool = True  # False spares the previous network's forward where the loss does not look at it
 
 
-class Stage(Protocol):
+class TaskContext(Protocol):
     """A task being learnt, as a method sees it. The engine implements it."""
 
-    number: int  # 0-based
     task: Task
     network: Network
     previous: Network | None  # the network after the task before, frozen; None in the first task
     memory: ExemplarMemory
 
     @property
-    def n_old_classes(self) -> int: ...
+    def number(self) -> int:
+        """The task's number, from 0."""
+        ...
+
+    @property
+    def n_old_classes(self) -> int:
+        """Classes of the tasks before."""
+        ...
 
     @property
     def n_classes(self) -> int:
@@ -77,6 +83,10 @@ class Stage(Protocol):
 
     def batches(self, purpose: str) -> Iterator[Batch]:
         """One epoch of augmented [task ; memory] batches, drawn for this purpose alone; nothing is trained."""
+        ...
+
+    def forward(self, network: Network, batch: Batch) -> Output:
+        """The output for such a batch as in training: with the batch's layout, in the network's own mode, with gradients."""
         ...
 
     def generator(self, *purpose: str | int) -> torch.Generator:
@@ -106,7 +116,7 @@ class Method:
         """How many augmented views of each memory row a batch holds; views after the first are strongly augmented."""
         return 1
 
-    def phases(self, stage: Stage) -> tuple[Phase, ...]:
+    def phases(self, context: TaskContext) -> tuple[Phase, ...]:
         return (Phase(),)
 
     def parameters(self, network: Network, trainable: str) -> list[nn.Parameter]:
@@ -120,17 +130,17 @@ class Method:
         assert trainable == "all", trainable
         return parameters
 
-    def before_task(self, stage: Stage) -> None:
+    def before_task(self, context: TaskContext) -> None:
         """Called when the head has grown, before the first phase."""
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         """The terms to minimise, by name; their sum is differentiated. ``previous`` has no gradient."""
         raise NotImplementedError
 
-    def after_training(self, stage: Stage) -> None:
+    def after_training(self, context: TaskContext) -> None:
         """Called after the last phase, before exemplars are chosen."""
 
-    def after_task(self, stage: Stage) -> None:
+    def after_task(self, context: TaskContext) -> None:
         """Called when the memory holds this task's exemplars, before the evaluation."""
 
     def predict(self, output: Output) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tbbn.bench.data.types import Batch
-from tbbn.bench.methods.base import Losses, Method, Phase, Stage
+from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import cross_entropy, shared_distillation
 from tbbn.bench.models import Head, LinearHead, Network, Output
 from tbbn.registry import register_method
@@ -67,8 +67,8 @@ class BiasCorrection(Method):
     def holdout(self) -> float:
         return self.held_out
 
-    def phases(self, stage: Stage) -> tuple[Phase, ...]:
-        if not stage.number or not len(stage.memory) or not self.correction_epochs:
+    def phases(self, context: TaskContext) -> tuple[Phase, ...]:
+        if not context.number or not len(context.memory) or not self.correction_epochs:
             return (Phase(),)
         correction = Phase(
             "correction",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tbbn.bench.data.types import Batch
-from tbbn.bench.methods.base import Losses, Method, Stage
+from tbbn.bench.methods.base import Losses, Method, TaskContext
 from tbbn.bench.methods.terms import cross_entropy
 from tbbn.bench.models import Output
 from tbbn.registry import register_method
@@ -58,18 +58,18 @@ class DarkExperienceReplay(Method):
         squares = (logits[:, : table.shape[1]] - table).square().masked_fill(~compared, 0.0)
         return squares.sum() / compared.sum().clamp(min=1)
 
-    def after_task(self, stage: Stage) -> None:
-        if not len(stage.memory):
+    def after_task(self, context: TaskContext) -> None:
+        if not len(context.memory):
             return
-        rows = stage.memory.index.sort().values
-        logits = stage.outputs(rows).logits.float()
+        rows = context.memory.index.sort().values
+        logits = context.outputs(rows).logits.float()
         rows = rows.to(logits.device)
-        widths = torch.full_like(rows, stage.n_classes)
-        state = stage.network.state
+        widths = torch.full_like(rows, context.n_classes)
+        state = context.network.state
         if ROWS in state:
             place, stored = _places(state[ROWS], rows)
-            earlier = F.pad(state[LOGITS], (0, stage.n_classes - state[LOGITS].shape[1]))[place]
+            earlier = F.pad(state[LOGITS], (0, context.n_classes - state[LOGITS].shape[1]))[place]
             logits = torch.where(stored[:, None], earlier, logits)
             widths = torch.where(stored, state[WIDTHS][place], widths)
         for name, tensor in ((ROWS, rows), (LOGITS, logits), (WIDTHS, widths)):
-            stage.network.remember(name, tensor)
+            context.network.remember(name, tensor)

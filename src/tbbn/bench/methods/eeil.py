@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from tbbn.bench.data.types import Batch
-from tbbn.bench.methods.base import Losses, Method, Phase, Stage
+from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import cross_entropy, soft_binary_cross_entropy
 from tbbn.bench.models import Output
 from tbbn.registry import register_method
@@ -39,8 +39,8 @@ class EndToEnd(Method):
     skip_newest_head: bool = False
     unbalanced_phase: bool = False
 
-    def phases(self, stage: Stage) -> tuple[Phase, ...]:
-        if not stage.number or not len(stage.memory) or not self.balanced_epochs:
+    def phases(self, context: TaskContext) -> tuple[Phase, ...]:
+        if not context.number or not len(context.memory) or not self.balanced_epochs:
             return (Phase(),)
         balanced = Phase(
             "balanced",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tbbn.bench.data.types import Batch
-from tbbn.bench.methods.base import Losses, Method, Stage
+from tbbn.bench.methods.base import Losses, Method, TaskContext
 from tbbn.bench.methods.terms import class_means, cross_entropy
 from tbbn.bench.models import Output
 from tbbn.registry import register_method
@@ -37,12 +37,12 @@ class Icarl(Method):
             losses["kd"] = self.kd * F.binary_cross_entropy_with_logits(old, wanted, reduction="sum") / len(old)
         return losses
 
-    def after_task(self, stage: Stage) -> None:
-        rows = stage.memory.index
+    def after_task(self, context: TaskContext) -> None:
+        rows = context.memory.index
         if len(rows):
-            features = F.normalize(stage.outputs(rows).features.float(), dim=1)
-            means, _ = class_means(features, stage.labels(rows), stage.n_classes)
-            stage.network.remember(MEANS, F.normalize(means, dim=1))
+            features = F.normalize(context.outputs(rows).features.float(), dim=1)
+            means, _ = class_means(features, context.labels(rows), context.n_classes)
+            context.network.remember(MEANS, F.normalize(means, dim=1))
 
     def predict(self, output: Output) -> Tensor:
         """-|f - m_c|^2 for features f and means m_c of length 1; a class without exemplars is never chosen."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tbbn.bench.methods.base import Stage
+from tbbn.bench.methods.base import TaskContext
 from tbbn.bench.methods.ft import FineTune
 from tbbn.bench.methods.terms import class_means
 from tbbn.bench.models import Output
@@ -22,29 +22,29 @@ from tbbn.registry import register_method
 LEARNT, CONFIDENCE, FACTORS = "learnt_scores", "confidence", "factors"  # (classes,), (classes,) its task's, (classes,)
 
 
-def _own_scores(stage: Stage, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _own_scores(context: TaskContext, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For each class the mean score of its own rows and their number; and the mean best score of all rows."""
-    scores, labels = stage.outputs(rows).logits.float().softmax(1), stage.labels(rows)
-    means, counts = class_means(scores.gather(1, labels[:, None]), labels, stage.n_classes)
+    scores, labels = context.outputs(rows).logits.float().softmax(1), context.labels(rows)
+    means, counts = class_means(scores.gather(1, labels[:, None]), labels, context.n_classes)
     return means[:, 0], counts, scores.amax(1).mean()
 
 
 @register_method("il2m", "fine-tuning, past scores rectified by statistics kept from when they were learnt")
 @dataclass(frozen=True)
 class Il2m(FineTune):
-    def after_training(self, stage: Stage) -> None:
+    def after_training(self, context: TaskContext) -> None:
         # Before the memory shrinks: the more exemplars, the better the means.
-        network, n_old = stage.network, stage.n_old_classes
-        means, _, best = _own_scores(stage, stage.task.train)
-        learnt, confidence = means[n_old:], best.expand(stage.n_classes - n_old)
+        network, n_old = context.network, context.n_old_classes
+        means, _, best = _own_scores(context, context.task.train)
+        learnt, confidence = means[n_old:], best.expand(context.n_classes - n_old)
         if n_old:
             learnt = torch.cat([network.recall(LEARNT), learnt])
             confidence = torch.cat([network.recall(CONFIDENCE), confidence])
         factors = torch.ones_like(learnt)
-        if n_old and len(stage.memory):
-            now, counts, _ = _own_scores(stage, stage.memory.index)
+        if n_old and len(context.memory):
+            now, counts, _ = _own_scores(context, context.memory.index)
             rectified = learnt / now.clamp(min=torch.finfo(now.dtype).tiny) * best / confidence
-            known = (counts > 0) & (torch.arange(stage.n_classes, device=now.device) < n_old)
+            known = (counts > 0) & (torch.arange(context.n_classes, device=now.device) < n_old)
             factors = torch.where(known, rectified, factors)
         for name, tensor in ((LEARNT, learnt), (CONFIDENCE, confidence), (FACTORS, factors)):
             network.remember(name, tensor)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tbbn.bench.data.types import Batch
-from tbbn.bench.methods.base import Losses, Method, Phase, Stage
+from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import cosine_distance, cross_entropy
 from tbbn.bench.models import CosineHead, Head, Output
 from tbbn.registry import register_method
@@ -36,7 +36,7 @@ class Lucir(Method):
     def make_head(self, n_features: int) -> Head:
         return CosineHead(n_features)
 
-    def phases(self, stage: Stage) -> tuple[Phase, ...]:
+    def phases(self, context: TaskContext) -> tuple[Phase, ...]:
         return (Phase(trainable="newest"),)
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:

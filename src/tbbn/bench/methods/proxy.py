@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tbbn.bench.data.types import Batch
-from tbbn.bench.methods.base import Losses, Method, Phase, Stage
+from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import k_means, nca
 from tbbn.bench.models import Head, Network, Output, ProxyHead
 
@@ -35,9 +35,9 @@ class ProxyMethod(Method):
     def make_head(self, n_features: int) -> Head:
         return ProxyHead(n_features, self.n_proxies)
 
-    def phases(self, stage: Stage) -> tuple[Phase, ...]:
+    def phases(self, context: TaskContext) -> tuple[Phase, ...]:
         main = Phase(trainable="newest")
-        if not stage.number or not stage.memory.budget or not self.finetune_epochs:
+        if not context.number or not context.memory.budget or not self.finetune_epochs:
             return (main,)
         finetune = Phase(
             "finetune",
@@ -56,17 +56,17 @@ class ProxyMethod(Method):
         """As in any method, but "head" is the proxies alone: the scale is fixed by the main phase."""
         return list(network.head.weights) if trainable == "head" else super().parameters(network, trainable)
 
-    def before_task(self, stage: Stage) -> None:
-        if not stage.number:
+    def before_task(self, context: TaskContext) -> None:
+        if not context.number:
             return
-        head = stage.network.head
+        head = context.network.head
         assert isinstance(head, ProxyHead)
-        rows = stage.task.train
-        features, labels = F.normalize(stage.outputs(rows).features.float(), dim=1), stage.labels(rows)
-        generator = stage.generator("proxies")
-        centres = [k_means(features[labels == c], self.n_proxies, generator) for c in stage.task.classes]
+        rows = context.task.train
+        features, labels = F.normalize(context.outputs(rows).features.float(), dim=1), context.labels(rows)
+        generator = context.generator("proxies")
+        centres = [k_means(features[labels == c], self.n_proxies, generator) for c in context.task.classes]
         length = torch.cat([old.detach().flatten(0, 1) for old in head.weights[:-1]]).norm(dim=1).mean()
-        head.set_proxies(stage.number, torch.stack(centres) * length)
+        head.set_proxies(context.number, torch.stack(centres) * length)
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         losses = self.finetune_loss(batch, output, previous)

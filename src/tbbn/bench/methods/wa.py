@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from tbbn.bench.data.types import Batch
-from tbbn.bench.methods.base import Losses, Method, Stage
+from tbbn.bench.methods.base import Losses, Method, TaskContext
 from tbbn.bench.methods.terms import cross_entropy, norm_ratio, shared_distillation
 from tbbn.bench.models import Output
 from tbbn.registry import register_method
@@ -33,7 +33,7 @@ class WeightAligning(Method):
         return shared_distillation(output.logits, batch.labels, previous.logits, self.temperature)
 
     @torch.no_grad()
-    def after_training(self, stage: Stage) -> None:
-        if stage.number:
-            *old, new = stage.network.head.weights
+    def after_training(self, context: TaskContext) -> None:
+        if context.number:
+            *old, new = context.network.head.weights
             new.mul_(norm_ratio(torch.cat(old), new))

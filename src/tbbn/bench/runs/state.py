@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tbbn.bench.config import to_toml
+from tbbn.bench.data.batches import BatchSpec
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.loop import Run
-from tbbn.bench.engine.step import Shape, eager
-from tbbn.bench.engine.task import Rows
+from tbbn.bench.engine.task import PhaseRows
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.record import record_from, save_record
 from tbbn.errors import UserError
@@ -36,8 +36,7 @@ def save(run: Run, directory: Path) -> None:
     if run.optimizer is not None:
         moved = [run.optimizer.state[p].get("momentum_buffer") for p in run.optimizer.param_groups[0]["params"]]
         tensors |= {f"momentum.{i}": m for i, m in enumerate(moved) if m is not None}
-    totals = {shape: eager(step) for shape, step in run.steps.items()}
-    tensors |= {f"totals.{i}": step.totals for i, step in enumerate(totals.values())}
+    tensors |= {f"totals.{i}": step.totals for i, step in enumerate(run.steps.values())}
     state = {
         "config": to_toml(run.config),
         "position": asdict(run.position),
@@ -47,10 +46,10 @@ def save(run: Run, directory: Path) -> None:
         "best": None if run.best is None else run.best[0],
         "rows": None
         if run.rows is None
-        else {"kind": run.rows.kind, "ratio": run.rows.ratio, "layout": run.rows.layout},
+        else {"kind": run.rows.kind, "ratio": run.rows.ratio, "has_layout": run.rows.has_layout},
         "totals": [
-            {"shape": asdict(shape), "names": step.names, "count": step.count, "sound": int(step.sound)}
-            for shape, step in totals.items()
+            {"spec": asdict(spec), "names": step.names, "count": step.count, "finite": int(step.finite_steps)}
+            for spec, step in run.steps.items()
         ],
     }
     kept = between and run.position.task < len(run.scenario.tasks) and keeps_tasks(run)
@@ -115,14 +114,14 @@ def _restore(run: Run, state: dict[str, Any], tensors: dict[str, Tensor], where:
     if state["rows"] is not None:
         rows = state["rows"]
         current, memory = tensors["rows.current"], tensors["rows.memory"]
-        run.rows = Rows(rows["kind"], current, memory, (rows["ratio"][0], rows["ratio"][1]), rows["layout"])
-    run.momentum = _on(run.device, tensors, "momentum")
-    run.totals = {
-        Shape(**entry["shape"]): (
+        run.rows = PhaseRows(rows["kind"], current, memory, (rows["ratio"][0], rows["ratio"][1]), rows["has_layout"])
+    run.restored_momentum = _on(run.device, tensors, "momentum")
+    run.restored_totals = {
+        BatchSpec(**entry["spec"]): (
             entry["names"],
             tensors[f"totals.{i}"].to(run.device),
             entry["count"],
-            entry.get("sound", entry["count"]),
+            entry["finite"],
         )
         for i, entry in enumerate(state["totals"])
     }

@@ -1,0 +1,120 @@
+"""How a batch passes through a network: in training with its layout, in evaluation without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tbbn.bench.data.device import DeviceDataset, to_device
+from tbbn.bench.data.types import Batch
+from tbbn.bench.models import Network, Output
+from tbbn.nn import balance
+
+T = TypeVar("T")
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingForward:
+    """The training forward of a batch [current ; memory]: inside ``balance`` where the norms take a layout."""
+
+    past_tasks: int
+    takes_layout: bool  # whether the network has norms that do
+    class_task: Tensor | None = None  # (classes,) the task of each class, where a norm wants task ids
+    separate: bool = False  # forward current and memory rows one after the other, as some released programs do
+
+    def __call__(self, network: Network, batch: Batch, call: Callable[[Tensor], Output] | None = None) -> Output:
+        """``call`` takes the place of ``network(images)``: the same modules with other tensors."""
+        call = network if call is None else call
+        if self.separate and batch.n_memory:
+            return _joined(call(batch.images[batch.current]), call(batch.images[batch.memory]))
+        if not self.takes_layout:
+            return call(batch.images)
+        task_ids = None if self.class_task is None else self.class_task[batch.labels]
+        with balance(
+            network, current=batch.n_current, memory=batch.n_memory, past_tasks=self.past_tasks, task_ids=task_ids
+        ):
+            return call(batch.images)
+
+
+def _joined(first: Output, second: Output) -> Output:
+    """The outputs of two parts of a batch as one."""
+    similarity = None
+    if first.similarity is not None and second.similarity is not None:
+        similarity = torch.cat([first.similarity, second.similarity])
+    return Output(
+        logits=torch.cat([first.logits, second.logits]),
+        features=torch.cat([first.features, second.features]),
+        stages=tuple(torch.cat(pair) for pair in zip(first.stages, second.stages, strict=True)),
+        similarity=similarity,
+        task_sizes=first.task_sizes,
+        state=first.state,
+    )
+
+
+class WorkingCopies:
+    """A network that computes with bf16 copies of its convolution weights.
+
+    Autocast makes the same copies one launch at a time, and casts each gradient back in another: a quarter of the launches of
+    a ResNet-32 step. Here all copies are made in one launch, and all gradients cast in one.
+    """
+
+    def __init__(self, network: Network) -> None:
+        named = {f"{name}.weight": m.weight for name, m in network.named_modules() if isinstance(m, nn.Conv2d)}
+        self.network, self.weights = network, list(named.values())
+        self.copies = {
+            name: weight.detach().bfloat16().requires_grad_(weight.requires_grad) for name, weight in named.items()
+        }
+        self.gradients = [torch.empty_like(weight) if weight.requires_grad else None for weight in self.weights]
+
+    def __call__(self, images: Tensor) -> Output:
+        return torch.func.functional_call(self.network, self.copies, (images,))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the weights."""
+        if self.weights:
+            torch._foreach_copy_(list(self.copies.values()), self.weights)
+
+    @torch.no_grad()
+    def copy_gradients_back(self) -> None:
+        """Move the gradients of the copies to the weights."""
+        targets, sources = [], []
+        for weight, copy, gradient in zip(self.weights, self.copies.values(), self.gradients, strict=True):
+            if copy.grad is not None:
+                assert weight.grad is None and gradient is not None
+                targets.append(gradient)
+                sources.append(copy.grad)
+                weight.grad, copy.grad = gradient, None
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+@torch.no_grad()
+def evaluation_forward(network: Network, images: Tensor, precision: str) -> Output:
+    """A forward in eval mode. The head computes in float32: in bf16 one prediction in a hundred is a tie of two logits."""
+    with autocast(precision, images.device):
+        features = network.backbone(images)
+    return network.classify(replace(features, pooled=features.pooled.float()))
+
+
+def evaluation_pass(
+    network: Network, data: DeviceDataset, rows: Tensor, batch_size: int, precision: str, keep: Callable[[Output], T]
+) -> Iterator[T]:
+    """Forward ``rows`` without augmentation, in eval mode, batch by batch; yields ``keep(output)`` of each."""
+    was_training = network.training
+    network.eval()
+    try:
+        prefetch = data.prefetch(rows.split(batch_size))
+        for part, prefetched in zip(to_device(rows, data.images.device).split(batch_size), prefetch, strict=False):
+            yield keep(evaluation_forward(network, data.evaluation_images(part, prefetched), precision))
+    finally:
+        network.train(was_training)
