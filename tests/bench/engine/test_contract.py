@@ -45,8 +45,8 @@ def config(method: str, norm: str, scenario: str, **more: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("norm", list(NORMS))
+@pytest.mark.parametrize("method", list(METHODS))
 def test_any_method_with_any_norm_in_any_scenario(method: str, norm: str, scenario: str) -> None:
     job = Run(config(method, norm, scenario))
     main: Counter[int] = Counter()
@@ -72,7 +72,7 @@ def test_any_method_with_any_norm_in_any_scenario(method: str, norm: str, scenar
     assert [entry.exemplars for entry in promised[1:]] == record.exemplars[:-1]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", list(METHODS))
 def test_a_method_runs_without_any_memory(method: str) -> None:
     record = Run(config(method, "tbbn", "base task", **{"memory.budget": 0}))
     for _ in record.events():
@@ -80,7 +80,7 @@ def test_a_method_runs_without_any_memory(method: str) -> None:
     assert record.record.status == "finished" and record.record.exemplars == [0, 0, 0]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", list(METHODS))
 def test_a_method_runs_when_its_parts_are_forwarded_separately(method: str) -> None:
     job = Run(config(method, "bn", "base task", **{"batch.forward": "separate"}))
     for _ in job.events():

@@ -313,7 +313,7 @@ def test_afc_without_any_gradient_takes_all_channels_as_equal(world: Any) -> Non
 # All of them. --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(METHODS))
 @pytest.mark.parametrize("budget", [0, 12])
 def test_every_method_walks_through_three_tasks_and_scores_all_classes(name: str, budget: int, world: Any) -> None:
     chosen = method(name)
@@ -324,7 +324,7 @@ def test_every_method_walks_through_three_tasks_and_scores_all_classes(name: str
     assert scores.shape == (4, 7) and not scores.isnan().any()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(METHODS))
 def test_what_a_method_remembers_is_restored_with_the_weights(name: str, world: Any) -> None:
     chosen: Method = method(name)
     context = world.context(chosen, number=1)

@@ -252,7 +252,7 @@ def test_derpp_with_none_of_the_rows_stored_has_a_dark_term_of_zero(batch: Batch
     assert method("derpp").loss(batch, replace(output, state=state), None)["dark"].item() == 0
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(METHODS))
 def test_the_teacher_gets_no_gradient_and_keeps_its_buffers(name: str, world: Any) -> None:
     chosen = method(name)
     context = world.context(chosen, number=1)
@@ -271,7 +271,7 @@ def test_the_teacher_gets_no_gradient_and_keeps_its_buffers(name: str, world: An
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trained)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(METHODS))
 def test_losses_read_no_value_back_and_have_no_shape_that_depends_on_values(name: str, world: Any) -> None:
     """On the meta device tensors have no values: whatever a captured step could not do fails there."""
     chosen = method(name)

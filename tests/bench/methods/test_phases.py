@@ -17,7 +17,7 @@ def ids(parameters: list[nn.Parameter]) -> set[int]:
     return {id(p) for p in parameters}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(METHODS))
 def test_the_first_task_has_one_phase_and_every_phase_names_a_loss(name: str, world: Any) -> None:
     chosen = method(name)
     assert len(chosen.phases(world.context(chosen))) == 1

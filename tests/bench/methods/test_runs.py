@@ -36,7 +36,7 @@ def learnt(method: str) -> Record:
     return run(resolve(("test", settings)))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", list(METHODS))
 def test_a_two_task_run_clearly_beats_chance(method: str) -> None:
     record = learnt(method)
     assert record.status == "finished"
