@@ -4,10 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types unit nightly audit bench clean
+.PHONY: demo native test lint types unit nightly audit bench clean
 
-demo: $(READY)
+demo: native
 	$(BIN)/tbbn run
+
+# The C kernel, beside its sources; at once where it is current. Without a C compiler the layer works, slower.
+native: $(READY)
+	$(BIN)/python src/tbbn/accelerators/native/building.py || true
 
 test: lint types unit
 
@@ -19,11 +23,11 @@ types: $(READY)
 	$(BIN)/mypy
 
 # One process per core, one thread each: small tensors gain nothing from more.
-unit: $(READY)
+unit: native
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu and not nightly"
 
 # Thousands of drawn configs, run files, data files and folder trees, new ones each time.
-nightly: $(READY)
+nightly: native
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m nightly
 
 # Needs the advisories of pypi.org; strict: a package that could not be looked up is a failure, not a pass.
@@ -32,15 +36,16 @@ audit: $(READY)
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt
 	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r $(VENV)/audit/installed.txt
 
-bench: $(READY)
+bench: native
 	$(BIN)/python benchmarks/norm.py
 
 # torch goes first and alone: a later step then keeps the build that is there.
-$(READY): pyproject.toml
+$(READY): pyproject.toml hatch_build.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.6,<2.14"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $(READY)
 
 clean:
+	rm -f src/tbbn/accelerators/native/*.so src/tbbn/accelerators/native/not_built.txt
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,136 +1,116 @@
-"""Building the compiled CPU kernel: once, by one user, whoever else is at it, and never an obstacle where it fails."""
+"""Building the C kernel: with the package, whole or not at all, and never an obstacle where it fails."""
 
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
-import tbbn
-from tbbn.accelerators.native import binding as native
 from tbbn.accelerators.native import building
 
-compiled = pytest.mark.skipif(native.library() is None, reason=f"the kernel is {native.status()}")
+
+def has_compiler():
+    try:
+        return bool(building._compiler())
+    except building.CannotBuild:
+        return False
 
 
-def is_compiled(y):
-    return "_Compiled" in type(y.grad_fn).__name__
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C compiler")
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A copy of the folder without its library; builds are quick, the code they make is not."""
+    folder = tmp_path / "native"
+    shutil.copytree(building.FOLDER, folder, ignore=shutil.ignore_patterns("*.so", building.NOTE, "__pycache__"))
+    monkeypatch.setattr(building, "FOLDER", folder)
+    monkeypatch.setattr(building, "FLAGS", ("-O0", *building.FLAGS[1:]))
+    return folder
+
+
+def new_files(folder):
+    return sorted(p.name for p in folder.iterdir() if p.suffix not in (".c", ".h", ".py"))
 
 
 @pytest.mark.parametrize(
     ("environment", "why"),
     [
-        ({"TBBN_NATIVE": "0"}, "TBBN_NATIVE=0 is set"),
         ({"PATH": "/nowhere", "CC": ""}, "no C compiler found .cc, gcc or clang."),
-        ({"CC": "no-such-compiler"}, "no C compiler found .no-such-compiler."),
-        ({"CC": "false"}, "false failed"),
+        ({"CC": "no-such-compiler -O2"}, "no C compiler found .no-such-compiler."),
+        ({"CC": "false"}, "false failed: exit status 1"),
     ],
 )
-def test_without_a_compiler_there_is_a_reason(monkeypatch, tmp_path, environment, why):
-    for name, value in {"XDG_CACHE_HOME": str(tmp_path), "TBBN_NATIVE": "1", **environment}.items():
+def test_without_a_compiler_the_reason_is_noted(monkeypatch, sources, capsys, environment, why):
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(building.CannotBuild, match=why):
-        building.built()
-    assert native._load()[0] is None
-    assert native._load()[1].startswith("not compiled: ")
+        building.build_in_place(sources)
+    assert new_files(sources) == [building.NOTE]
+    assert (sources / building.NOTE).read_text().startswith(why[:8])
+    assert building.main() == 1
+    assert "C kernel not built: " in capsys.readouterr().err
 
 
-def test_source_that_does_not_compile_is_a_reason_too(monkeypatch, tmp_path):
-    monkeypatch.setenv("TBBN_NATIVE", "1")
-    (tmp_path / "native.c").write_text("int tbbn_forward(void) { return oops; }")
-    monkeypatch.setattr(building, "SOURCES", (tmp_path / "native.c",))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found, why = native._load()
-    assert found is None and why.startswith("not compiled: ")
-    assert [p.name for p in (tmp_path / "tbbn").iterdir()] == []
+@needs_compiler
+def test_source_that_does_not_compile_leaves_nothing_behind(sources):
+    (sources / "kernel.c").write_text("int oops(void) { return not_declared; }")
+    with pytest.raises(building.CannotBuild, match=r"failed: .*kernel.c.*error.*not_declared"):
+        building.build(sources, sources)
+    assert new_files(sources) == []
 
 
-def test_other_systems_are_told_so(monkeypatch):
-    monkeypatch.setenv("TBBN_NATIVE", "1")
+def test_other_systems_are_told_so(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(building.CannotBuild, match="only on Linux, and this is win32"):
-        building.built()
+    with pytest.raises(building.CannotBuild, match="the C kernel is for Linux, and this is win32"):
+        building.build(building.FOLDER, tmp_path)
 
 
-def test_a_cache_that_others_can_write_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "tbbn").mkdir()
-    (tmp_path / "tbbn").chmod(0o777)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(building.CannotBuild, match="must belong to this user and be writable by nobody else"):
-        building._cache()
-    (tmp_path / "tbbn").rmdir()
-    (tmp_path / "tbbn").write_text("a file in its place")
-    with pytest.raises(OSError, match="tbbn"):
-        building._cache()
+@needs_compiler
+def test_it_is_built_once_and_again_when_a_source_changes(sources, capsys):
+    library, note = sources / building.LIBRARY, sources / building.NOTE
+    note.write_text("an earlier failure")
+    assert building.main() == 0
+    first = library.stat()
+    assert new_files(sources) == [building.LIBRARY]
+    assert building.main() == 0
+    assert library.stat().st_mtime_ns == first.st_mtime_ns
+    with (sources / "passes.h").open("a") as file:
+        file.write("/* changed */\n")
+    assert not building.is_current(library.read_bytes(), sources)
+    assert building.build_in_place(sources)
+    assert building.is_current(library.read_bytes(), sources)
+    said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["C kernel built", "C kernel is current"]
 
 
-def test_the_cache_is_this_users_alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
-    assert building._cache().stat().st_mode & 0o777 == 0o700
-
-
-def test_building_is_tried_once_and_then_the_pytorch_form_is_used(monkeypatch):
-    tried = []
-
-    def built():
-        tried.append(1)
-        raise building.CannotBuild("a test says so")
-
-    monkeypatch.setattr(building, "built", built)
-    monkeypatch.setattr(native, "_status", None)
-    monkeypatch.setattr(native, "_kernels", None)
-    layer, x = tbbn.TaskBalancedBatchNorm2d(3), torch.randn(64, 3, 4, 4)
-    for _ in range(3):
-        with tbbn.balance(layer, current=48, memory=16, past_tasks=6):
-            assert not is_compiled(layer(x))
-    assert tried == [1]
-    assert native.status() == "not compiled: a test says so"
-
-
-@compiled
-def test_processes_may_build_at_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(building, "FLAGS", ("-O0", *building.FLAGS[1:]))
+@needs_compiler
+def test_several_may_build_at_once(sources):
     with ThreadPoolExecutor(3) as pool:
-        made = list(pool.map(lambda _: building.built(), range(3)))
-    assert len(set(made)) == 1
-    assert list((tmp_path / "tbbn").iterdir()) == [made[0]]
-    assert native._load()[1] == "compiled"
+        list(pool.map(lambda _: building.build(sources, sources), range(3)))
+    assert new_files(sources) == [building.LIBRARY]
+    assert building.is_current((sources / building.LIBRARY).read_bytes(), sources)
 
 
-@compiled
-def test_source_compiles_without_a_warning(tmp_path):
-    strict = ["-Wall", "-Wextra", "-Werror", "-c", str(building.SOURCES[0]), "-o", str(tmp_path / "native.o")]
-    building._run([*building._compiler(), *building.FLAGS, *strict])
+@needs_compiler
+@pytest.mark.parametrize("level", building.LEVELS)
+def test_sources_compile_without_a_warning(level):
+    if level != "baseline" and not building._run([*building._compiler(), "-dumpmachine"]).startswith("x86_64"):
+        pytest.skip("an x86-64 level")
+    strict = ["-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-DLEVEL={level}", '-DTBBN_SOURCES=""']
+    for name in ("kernel.c", "dispatch.c"):
+        flags = [*building.FLAGS, *building.LEVELS[level], *strict]
+        building._run([*building._compiler(), *flags, str(building.FOLDER / name)])
 
 
-ONE_RUNTIME = """
-import torch, tbbn
-from pathlib import Path
-from tbbn.nn import native
-
-def loaded():
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line.split()[-1] for line in lines if "omp" in line.rpartition("/")[2]}
-
-def threads():
-    return len(list(Path("/proc/self/task").iterdir()))
-
-assert native._status is None, "import tbbn built something"
-torch.set_num_threads(2)
-x = torch.randn(64, 16, 32, 32)
-x.mul(x)
-before = loaded(), threads()
-layer = tbbn.TaskBalancedBatchNorm2d(16)
-with tbbn.balance(layer, current=48, memory=16, past_tasks=6):
-    layer(x).sum().backward()
-assert native.status() == "compiled"
-assert (loaded(), threads()) == before, ((loaded(), threads()), before)
-"""
+def test_no_flag_ties_the_library_to_this_machine_or_to_a_second_openmp():
+    flags = [*building.FLAGS, *(flag for level in building.LEVELS.values() for flag in level)]
+    assert not [flag for flag in flags if "native" in flag or "openmp" in flag]
 
 
-@compiled
-def test_kernel_shares_torchs_threads():
-    done = subprocess.run([sys.executable, "-c", ONE_RUNTIME], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_building_needs_the_standard_library_alone():
+    """A build environment has neither torch nor tbbn."""
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit('torch' in sys.modules or 'tbbn' in sys.modules)"
+    script = str(building.FOLDER / "building.py")
+    assert subprocess.run([sys.executable, "-I", "-S", "-c", code, script]).returncode == 0

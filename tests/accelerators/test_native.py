@@ -15,7 +15,7 @@ from tbbn.nn.functional import task_balanced_batch_norm
 from tbbn.nn.plan import Layout, PlanOptions, make_layout
 
 CPU, SINGLE, DOUBLE = torch.device("cpu"), torch.float32, torch.float64
-compiled = pytest.mark.skipif(native.library() is None, reason=f"the kernel is {native.status()}")
+compiled = pytest.mark.skipif(native.library() is None, reason=f"C kernel: {native.status()}")
 
 
 def is_compiled(y):

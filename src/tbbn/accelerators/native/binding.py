@@ -1,8 +1,7 @@
-"""Task-balanced batch norm on a CPU as one compiled call each way: ``native.c``, built on first use.
+"""Task-balanced batch norm on a CPU as one C call each way.
 
 Batch norm's own kernel is two calls, the plan in tensor operations about fifty; at small sizes the calls are the time. The C
-file has no dependency but a C compiler, is built in a second or two, and kept in a cache directory of the user's. Where that
-cannot be done, or ``TBBN_NATIVE=0`` is set, the PyTorch form does the work and :func:`status` says why.
+library is built with the package (``building.py``). Without it the PyTorch form does the work and :func:`status` says why.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tbbn.accelerators.native import building
+from tbbn.accelerators.native import loading
 
 if TYPE_CHECKING:
     from tbbn.nn.plan import Plan
@@ -31,32 +30,32 @@ _ELEMENTS_A_THREAD = 32768  # below this, waking another thread costs more than 
 _lock = threading.Lock()
 _kernels: Any = None  # the library, once it is loaded
 _status: str | None = None
+_remedy = ""
 
 
 def status() -> str:
-    """``compiled``, or why the PyTorch form is used on this machine."""
+    """How the C kernel was built and runs, or why the PyTorch form is used; in a few words."""
     library()
     assert _status is not None
     return _status
 
 
+def diagnosis() -> str:
+    """:func:`status` for ``tbbn doctor``: what a missing kernel costs, and how to get it, as well."""
+    return "; ".join([status(), *([] if library() else [loading.COST]), *([_remedy] if _remedy else [])])
+
+
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; built at the first call, once in a process, whether it succeeds or not."""
-    global _kernels, _status
+    """The C kernel; loaded at the first call, once in a process, whether that succeeds or not."""
+    global _kernels, _status, _remedy
     if _status is None:
         with _lock:
             if _status is None:
-                _kernels, _status = _load()
+                try:
+                    _kernels, _status = loading.load()
+                except loading.CannotLoad as error:
+                    _kernels, _remedy, _status = None, error.remedy, str(error)
     return _kernels
-
-
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    try:
-        found = ctypes.CDLL(str(building.built()))
-        found.tbbn_forward.argtypes = found.tbbn_backward.argtypes = [ctypes.c_char_p]
-    except (building.CannotBuild, OSError, AttributeError) as error:
-        return None, f"not compiled: {error}"
-    return found, "compiled"
 
 
 # -- What the kernels can do --------------------------------------------------------------------------------------------

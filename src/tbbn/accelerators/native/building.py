@@ -1,39 +1,95 @@
-"""Compiles ``native.c`` with the system's C compiler into a cache of the user's; finds it there the next time."""
+"""Compiles the C kernel into one library for the architecture: ``hatch_build.py`` calls this, never the layer itself.
+
+``python building.py`` builds in place, beside this file. Only the standard library is imported, since a build environment has no
+torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.c", "native_passes.h"))
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-_SECONDS = 120  # a compiler that takes longer hangs
+FOLDER = Path(__file__).parent
+LIBRARY = "libtbbn.so"
+NOTE = "not_built.txt"  # why there is no library
+SOURCES = ("dispatch.c", "kernel.c", "passes.h", "team.h")
+FLAGS = (
+    "-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+)  # fmt: skip
+# kernel.c is compiled once per level. tbbn_choose() in dispatch.c must ask the processor for each of these instruction sets.
+_AVX2 = ("-mavx2", "-mfma")
+LEVELS = {"baseline": (), "avx2": _AVX2, "avx512": (*_AVX2, "-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw")}
+_TIMEOUT = 300  # seconds
 
 
 class CannotBuild(Exception):
-    """Why there is no compiled kernel, in words for a user."""
+    """Why there is no library, in words for a user."""
 
 
-def built() -> Path:
-    """The shared library, compiled now if it never was; raises :class:`CannotBuild` or OSError."""
-    if os.environ.get("TBBN_NATIVE", "1") == "0":
-        raise CannotBuild("TBBN_NATIVE=0 is set")
+def fingerprint(folder: Path) -> str:
+    """Hash of the sources and flags. The library carries it, so a stale one is recognised."""
+    parts = [*((folder / name).read_bytes() for name in SOURCES), repr((FLAGS, LEVELS)).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def is_current(library: bytes, folder: Path) -> bool:
+    """Whether a library was built from the sources in ``folder``. It need not be loaded for this."""
+    return f"tbbn kernel from {fingerprint(folder)} ".encode() in library
+
+
+def build(sources: Path, target: Path) -> Path:
+    """Compile ``sources`` into ``target / LIBRARY``; raises :class:`CannotBuild` or OSError."""
     if not sys.platform.startswith("linux"):
-        raise CannotBuild(f"only on Linux, and this is {sys.platform}")
-    cc, runtime = _compiler(), _openmp_runtime()
-    target = _cache() / f"native-{_fingerprint(cc, runtime)}.so"
-    if not target.exists():
-        _compile(cc, runtime, target)
+        raise CannotBuild(f"the C kernel is for Linux, and this is {sys.platform}")
+    cc = _compiler()
+    x86 = _run([*cc, "-dumpmachine"]).startswith("x86_64")
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs = [([f"-DLEVEL={name}", *LEVELS[name]], "kernel") for name in (LEVELS if x86 else ["baseline"])]
+        jobs.append(([f'-DTBBN_SOURCES="{fingerprint(sources)}"'], "dispatch"))
+        objects = [f"{scratch}/{i}.o" for i in range(len(jobs))]
+        commands = [
+            [*cc, *FLAGS, *extra, "-c", str(sources / f"{name}.c"), "-o", made]
+            for (extra, name), made in zip(jobs, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(len(commands)) as pool:
+            list(pool.map(_run, commands))
+        _run([*cc, "-shared", *objects, "-lm", "-pthread", "-o", f"{scratch}/{LIBRARY}"])
+        return _install(Path(scratch, LIBRARY), target / LIBRARY)
+
+
+def build_in_place(folder: Path) -> bool:
+    """Build beside the sources; False where the library is current. A failure is noted there and raised."""
+    library, note = folder / LIBRARY, folder / NOTE
+    if library.exists() and is_current(library.read_bytes(), folder):
+        return False
+    try:
+        build(folder, folder)
+    except CannotBuild as error:
+        note.write_text(f"{error}\n")
+        raise
+    note.unlink(missing_ok=True)
+    return True
+
+
+def _install(made: Path, target: Path) -> Path:
+    """Copy under another name, then rename: a reader finds a whole library, whoever else builds."""
+    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".so", delete=False) as file:
+        file.write(made.read_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, target)
     return target
 
 
 def _compiler() -> list[str]:
-    import shlex
-    import shutil
-
     asked = shlex.split(os.environ.get("CC", ""))
     for command in [asked] if asked else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(command[0]):
@@ -41,72 +97,27 @@ def _compiler() -> list[str]:
     raise CannotBuild(f"no C compiler found ({asked[0] if asked else 'cc, gcc or clang'})")
 
 
-def _openmp_runtime() -> Path:
-    """The OpenMP library that torch has loaded: with one of its own, the kernels' threads would compete with torch's."""
-    maps = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    loaded = {Path(line.split(maxsplit=5)[5]) for line in maps if line.count("/") and ".so" in line}
-    torchs_own = Path(torch.__file__).parent
-    for name in ("libgomp", "libiomp5", "libomp"):
-        found = [p for p in loaded if p.name.startswith(name)]
-        if found:  # other packages bring copies too
-            return min(found, key=lambda p: (torchs_own not in p.parents, p))
-    raise CannotBuild("this torch has no OpenMP library loaded")
-
-
-def _cache() -> Path:
-    """``$XDG_CACHE_HOME/tbbn``, of this user alone: what lies in it is loaded into the process."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(home) / "tbbn"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found, link = folder.stat(), folder.lstat()
-    if {found.st_uid, link.st_uid} != {os.getuid()} or found.st_mode & 0o022:
-        raise CannotBuild(f"{folder} must belong to this user and be writable by nobody else")
-    return folder
-
-
-def _fingerprint(cc: list[str], runtime: Path) -> str:
-    """Changes with everything the compiled file depends on."""
-    import hashlib
-
-    version = _run([*cc, "--version"])
-    parts = [
-        *(path.read_text() for path in SOURCES),
-        *FLAGS,
-        *cc,
-        version,
-        _processor(),
-        torch.__version__,
-        str(runtime),
-    ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-def _compile(cc: list[str], runtime: Path, target: Path) -> None:
-    """Written beside and renamed: several processes may do this at once, and each finds a whole file or none."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made, library = f"{folder}/native.o", f"{folder}/native.so"
-        _run([*cc, *FLAGS, "-c", str(SOURCES[0]), "-o", made])
-        # Linked in a second step, without -fopenmp: that would bring in the compiler's own OpenMP library.
-        _run([*cc, "-shared", made, str(runtime), "-lm", "-o", library])
-        os.replace(library, target)
-
-
 def _run(command: list[str]) -> str:
-    import subprocess
-
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotBuild(f"{command[0]} cannot be run: {error}") from error
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        lines = done.stderr.splitlines()
+        said = [line for line in lines if "error" in line] or lines or [f"exit status {done.returncode}"]
         raise CannotBuild(f"{command[0]} failed: {said[0]}")
     return done.stdout
+
+
+def main() -> int:
+    try:
+        built = build_in_place(FOLDER)
+    except (CannotBuild, OSError) as error:
+        sys.stderr.write(f"C kernel not built: {error}\n")
+        return 1
+    sys.stdout.write(f"C kernel {'built' if built else 'is current'}: {FOLDER / LIBRARY}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

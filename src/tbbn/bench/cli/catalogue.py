@@ -91,7 +91,7 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
             facts["torchvision"] += ", without its compiled ops; models, transforms and data sets work all the same"
     except (UserError, ImportError, RuntimeError) as error:
         facts["torchvision"] = f"{facts['torchvision']}, cannot be used: {error}"
-    facts["cpu kernel"] = native.status()
+    facts["cpu kernel"] = native.diagnosis()
     facts["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     facts["free disk here"] = f"{shutil.disk_usage('.').free / 2**30:.0f} GiB"
     data = {name: "found" if there else "not found" for name, there in found(root).items()}

@@ -5,10 +5,10 @@
  *
  * Work arrays are (strips, rows or groups, values, STRIP): the plan goes from row to row of one strip, and so reads neighbours.
  */
-#include "native_passes.h"
+#include "passes.h"
+#include "team.h"
 
 #include <math.h>
-#include <omp.h>
 #include <stdlib.h>
 #include <threads.h>
 
@@ -222,28 +222,45 @@ INLINE void maps_of(const Call *call, int64_t b, Affine *restrict maps, const in
 
 /* -- What is called ----------------------------------------------------------------------------------------------------------- */
 
-/* What each thread does. The loops share their work among the threads of a parallel region, if this is in one. */
-INLINE void phases(const Call *call, const int with_g)
+/* The part of n items that one thread takes, the same in every phase: a thread then finds its rows in its cache. */
+typedef struct {
+    int64_t begin, end;
+} Part;
+
+INLINE Part part_of(int64_t n, int64_t thread, int64_t threads)
+{
+    const int64_t each = n / threads, more = n % threads, begin = thread * each + (thread < more ? thread : more);
+    return (Part){begin, begin + each + (thread < more)};
+}
+
+INLINE void wait_for_all(int64_t threads)
+{
+    if (threads > 1)
+        team.barrier();
+}
+
+/* What each thread does. */
+INLINE void phases(const Call *call, int64_t thread, int64_t threads, const int with_g)
 {
     const Plan *plan = call->plan;
     const Shape s = call->shape;
+    const Part rows = part_of(plan->rows, thread, threads), strips = part_of(s.strips, thread, threads);
     const int64_t size = s.channels * s.pixels;
     const float *g = with_g ? call->g : call->x;
-    Affine *maps = call->maps + omp_get_thread_num() * s.strips;
+    Affine *maps = call->maps + thread * s.strips;
     int32_t made = -1;
-#pragma omp for schedule(static)
-    for (int64_t b = 0; b < plan->rows; b++)
+    for (int64_t b = rows.begin; b < rows.end; b++)
         sum_row(call->x + b * size, g + b * size, s, call->centre, call->sums + b * 2 * STRIP, plan->rows * 2 * STRIP, with_g);
-#pragma omp for schedule(static)
-    for (int64_t k = 0; k < s.strips; k++)
+    wait_for_all(threads);
+    for (int64_t k = strips.begin; k < strips.end; k++)
         if (with_g)
             plan_backward(call, k);
         else
             plan_forward(call, k);
     if (!call->y)
         return;
-#pragma omp for schedule(static) nowait
-    for (int64_t b = 0; b < plan->rows; b++) {
+    wait_for_all(threads);
+    for (int64_t b = rows.begin; b < rows.end; b++) {
         if (plan->like[b] != made)
             maps_of(call, b, maps, with_g);
         made = plan->like[b];
@@ -251,8 +268,21 @@ INLINE void phases(const Call *call, const int with_g)
     }
 }
 
-static void forward_phases(const Call *call) { phases(call, 0); }
-static void backward_phases(const Call *call) { phases(call, 1); }
+static void forward_phases(const Call *call, int64_t thread, int64_t threads) { phases(call, thread, threads, 0); }
+static void backward_phases(const Call *call, int64_t thread, int64_t threads) { phases(call, thread, threads, 1); }
+
+typedef void Phases(const Call *call, int64_t thread, int64_t threads);
+
+typedef struct {
+    const Call *call;
+    Phases *phases;
+} Work;
+
+static void in_team(void *data)
+{
+    const Work *work = data;
+    work->phases(work->call, team.thread(), team.threads()); /* the team may be smaller than asked for */
+}
 
 /* The arguments of both functions: eight bytes each, so that the caller can pack them without knowing of alignment. Pointers are
  * null where there is nothing, or nothing is wanted. */
@@ -267,7 +297,7 @@ typedef struct {
     double momentum, eps;
 } Arguments;
 
-static int called(const Arguments *a, void (*work)(const Call *), const int with_g)
+static int run(const Arguments *a, Phases *phases_of, const int with_g)
 {
     Call call = {.plan = a->plan, .x = a->x, .g = a->g, .y = a->y, .weight = a->weight, .bias = a->bias, .saved = a->saved,
                  .running_mean = a->running_mean, .running_var = a->running_var, .grad_weight = a->grad_weight,
@@ -276,15 +306,17 @@ static int called(const Arguments *a, void (*work)(const Call *), const int with
         return 1;
     for (int64_t c = 0; c < call.shape.strips * STRIP; c++) /* forward: any value of a channel makes its squares small */
         call.centre[c] = c >= a->channels ? 0 : with_g ? a->saved[c] : a->x[call.shape.last ? c : c * a->pixels];
-    if (a->threads == 1) { /* a parallel region of one thread still pays for its barriers */
-        work(&call);
-        return 0;
-    }
-#pragma omp parallel num_threads((int)a->threads)
-    work(&call);
+    if (a->threads > 1)
+        team.parallel(in_team, &(Work){&call, phases_of}, (unsigned)a->threads, 0);
+    else
+        phases_of(&call, 0, 1);
     return 0;
 }
 
-/* Return 0, or 1 where there is no memory. */
-int tbbn_forward(const Arguments *a) { return called(a, forward_phases, 0); }
-int tbbn_backward(const Arguments *a) { return called(a, backward_phases, 1); }
+/* forward_avx2 and so on: LEVEL is given on the command line. Return 0, or 1 where there is no memory. */
+#define JOIN(a, b) a##b
+#define NAME(what, level) JOIN(what, level)
+HIDDEN int NAME(forward_, LEVEL)(const Arguments *a);
+HIDDEN int NAME(backward_, LEVEL)(const Arguments *a);
+int NAME(forward_, LEVEL)(const Arguments *a) { return run(a, forward_phases, 0); }
+int NAME(backward_, LEVEL)(const Arguments *a) { return run(a, backward_phases, 1); }
