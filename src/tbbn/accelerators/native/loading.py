@@ -17,7 +17,7 @@ from tbbn.accelerators.native import building
 
 NAMES = {"baseline": "baseline instructions", "avx2": "AVX2", "avx512": "AVX-512"}
 # benchmarks/norm.py, ResNet-32's layers: the `pytorch` column over the `tbbn` column.
-COST = "without it the layer takes 3 to 8 times as long on a CPU"
+COST = "without it the layer takes 2 to 2.5 times as long on a CPU"
 
 
 class CannotLoad(Exception):
