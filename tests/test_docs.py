@@ -121,9 +121,8 @@ def test_the_python_of_every_page_compiles_and_its_sessions_hold(page: Path, reg
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_every_page_name_settings_that_exist(page: Path) -> None:
     from tbbn.bench.cli.main import build_parser
-    from tbbn.bench.cli.train import RUN_OPTIONS
 
-    names = build_parser()[1]
+    commands_known = build_parser()[1]
 
     text = page.read_text()
     commands = re.findall(r"`(tbbn [^`\n]+)`", text)
@@ -133,10 +132,13 @@ def test_the_commands_of_every_page_name_settings_that_exist(page: Path) -> None
         words = shlex.split(command)[1:]
         if not words or words[0].startswith("{"):
             continue
-        assert words[0].startswith("-") or words[0] in names, command
+        assert words[0].startswith("-") or words[0] in commands_known, command
         for word in words[1:] if words[0] in ("run", "sweep") else ():
-            key = word[2:].partition("=")[0]
-            if word.startswith("--") and key not in RUN_OPTIONS and not key.startswith(("norm.", "method.")):
+            option = word.partition("=")[0]
+            key = option.removeprefix("--")
+            if not word.startswith("--") or option in commands_known[words[0]].options:
+                continue
+            if not key.startswith(("norm.", "method.")):
                 assert key in config.SETTINGS, f"{page.name}: {command}"
 
 

@@ -57,7 +57,6 @@ ROOMS = (
 # Imports that go up, each for a reason.
 UPWARDS = {
     ("nn", "accelerators"),  # one lazy call, in functional.py
-    ("bench.runs", "paper"),
 }
 WITHOUT_TORCH = {"errors", "registry", "bench.files", "bench.metrics", "bench.config"}
 

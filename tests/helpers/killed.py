@@ -24,8 +24,8 @@ from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.engine import Event, Run, Stepped
 from tbbn.bench.engine.task import EngineTaskContext
 from tbbn.bench.runs import checkpoint, state
+from tbbn.bench.runs.recipe import parse_choice
 from tbbn.bench.runs.saved import run_saved
-from tbbn.bench.runs.sweep import parse_choice
 from tbbn.bench.runs.verify import verify
 
 SMALL = {

@@ -65,7 +65,7 @@ def write_set(root: Path, n_train: int = 3, side: int = 6) -> Path:
         ("--norm.momentum x", r"norm bn\(momentum=x\): momentum must be a number from 0 to 1, got 'x'\."),
         ("--norm gn(groups=0)", r"gn: groups=0 does not divide 32 channels"),
         ("--norm adab2n(max_tasks=1)", r"norm adab2n\(max_tasks=1\): max_tasks must be at least the 2 tasks, got 1\."),
-        ("--norm bn,bn", r"2 of the runs would be kept in .*ft-bn-0; name each method, norm and seed once\."),
+        ("--norm bn,bn", r"2 runs have the same folder .*ft-bn-0; name each method, norm and seed once\."),
         ("--data synthetic:99999x99999x9x999", r"synthetic: .* bytes of images; at most 4294967296 are made"),
     ],
 )
@@ -172,7 +172,7 @@ def test_what_no_one_has_thought_of_is_one_line_too(capsys: Capture, monkeypatch
     monkeypatch.setattr("tbbn.bench.cli.inspect.doctor", broken)
     monkeypatch.delenv("TBBN_TRACEBACK", raising=False)
     assert main(["doctor"]) == 1
-    line = "tbbn: unexpected ZeroDivisionError: by; set TBBN_TRACEBACK=1 to see where.\n"
+    line = "tbbn: unexpected ZeroDivisionError: by; set TBBN_TRACEBACK=1 to see the traceback.\n"
     assert capsys.readouterr().err == line
     monkeypatch.setenv("TBBN_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):

@@ -60,7 +60,7 @@ def test_a_process_told_to_stop_saves_itself_and_says_so_by_its_exit_code(number
         process.send_signal(number)
         said = process.communicate(timeout=120)[1]
     assert process.returncode == 130
-    assert "stopping after this step" in said and "interrupted; what was done is kept" in said
+    assert "stopping after this step" in said and "interrupted; run the same command again to resume" in said
     stopped = load_record(tmp_path / "x")
     assert stopped.status == "interrupted" and verify(tmp_path / "x")
     saved = checkpoint.load(tmp_path / "x")

@@ -138,13 +138,13 @@ def test_what_is_not_a_record_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_record_says_where_runs_are(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no run here; a run's folder holds a record\.json\."):
+    with pytest.raises(UserError, match=r"no run here; the folder of a run holds a record\.json\."):
         load_record(tmp_path)
     with pytest.raises(UserError, match=r"no run here"):
         load_record(tmp_path / "missing")
     for name in "ab":
         save_record(made(), tmp_path / name)
-    with pytest.raises(UserError, match=r"holds 2 runs, not one; give one of them, such as .*a\."):
+    with pytest.raises(UserError, match=r"holds 2 runs; name one of them, such as .*a\."):
         load_record(tmp_path)
 
 

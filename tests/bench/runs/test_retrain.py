@@ -147,7 +147,7 @@ def test_without_the_file_the_way_is_told(tmp_path: Path, capsys: pytest.Capture
     (entry,) = json.loads(capsys.readouterr().out)
     assert {"subject": "weights after task 1, retrained", "problem": ""} in entry["findings"]
     assert main([*words, "3", "--from-start"]) == 0
-    assert ": true; " in capsys.readouterr().out
+    assert ": OK (" in capsys.readouterr().out
     retrained = {f.subject for f in retrain(tmp_path, 2, from_start=True)}
     assert {f"weights after task {t}, retrained" for t in (1, 2, 3)} <= retrained
 
@@ -159,7 +159,7 @@ def test_mistakes_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(["verify", str(tmp_path / "a"), "--retrain-task", str(task)]) == 2
         assert f"tasks that can be retrained are 1 to 2; got {task}." in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "a"), "--from-start"]) == 2
-    assert "give --retrain-task N too" in capsys.readouterr().err
+    assert "--from-start needs --retrain-task N." in capsys.readouterr().err
     (tmp_path / "b" / "task-2.safetensors").replace(tmp_path / "a" / "task-2.safetensors")
     with pytest.raises(UserError, match=r"is not this run's state at the start of task 2"):
         retrain(tmp_path / "a", 1)

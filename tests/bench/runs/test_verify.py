@@ -98,7 +98,7 @@ def test_a_flipped_bit_in_any_file_is_noticed_and_the_file_named(
         assert name in problems(tmp_path / "run"), (place, i % 8)
     assert main(["verify", str(tmp_path / "run")]) == 1
     said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path / 'run'}: wrong; ") and f"\n  {name}: " in said
+    assert said.startswith(f"{tmp_path / 'run'}: FAILED (") and f"\n  {name}: " in said
     file.write_bytes(good)
     assert problems(tmp_path / "run") == {}
 
@@ -192,12 +192,12 @@ def test_another_config_beside_the_record_is_found(done: Path) -> None:
     assert set(problems(done)) == {"config.toml"}
 
 
-def test_the_command_says_true_or_wrong(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_ok_or_failed(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(done)]) == 0
-    assert ": true; " in capsys.readouterr().out
+    assert ": OK (15 checks passed)" in capsys.readouterr().out
     (done / "config.toml").write_text("seed = 'x'")
     assert main(["verify", str(done)]) == 1
-    assert ": wrong; " in capsys.readouterr().out
+    assert ": FAILED (" in capsys.readouterr().out
 
 
 def test_resume_goes_on_with_what_was_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

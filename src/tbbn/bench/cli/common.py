@@ -1,4 +1,4 @@
-"""What commands share: exit codes, and how a command is added."""
+"""What all commands share: exit codes, how a command is added, and how folders of runs are found."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ EXIT_DIVERGED = 3
 EXIT_INTERRUPTED = 130
 
 Call = Callable[[argparse.Namespace], int]
-Command = Callable[[str, Call, str, str], argparse.ArgumentParser]  # name, what it does, a line about it, an example
+Command = Callable[[str, Call, str, str], argparse.ArgumentParser]  # name, function, one-line help, example
 
 
-def run_folders(given: Sequence[str], planned: Sequence[Path] = ()) -> list[Path]:
-    """The runs in these folders, ``planned`` ones too, each once: a folder and its parent may both be given."""
+def run_folders(given: Sequence[str], pending: Sequence[Path] = ()) -> list[Path]:
+    """The folders of all runs below those given, and of ``pending`` ones not started yet; each once."""
     folders: list[Path] = []
     for text in given:
         there = [file.parent for file in Path(text).rglob("record.json")]
-        inside = sorted({*there, *(folder for folder in planned if Path(text) in folder.parents)})
+        inside = sorted({*there, *(folder for folder in pending if Path(text) in folder.parents)})
         if not inside:
-            raise UserError(f"{text}: no run here; a run's folder holds a record.json.")
+            raise UserError(f"{text}: no run here; the folder of a run holds a record.json.")
         folders += inside
     return list(dict.fromkeys(folders))

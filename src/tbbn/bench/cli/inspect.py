@@ -1,4 +1,4 @@
-"""``tbbn list``, ``show``, ``report`` and ``doctor``: what only looks."""
+"""``tbbn list``, ``show``, ``report`` and ``doctor``: commands that only read."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from tbbn.errors import printable, unknown_name
 
 
 def add(command: Command) -> None:
-    what = command("list", _list, "What there is to choose from.", "tbbn list methods")
+    what = command("list", _list, "List the methods, norms, data sets, ... to choose from.", "tbbn list methods")
     what.add_argument("what", metavar="WHAT", help=f"one of {', '.join(LISTS)}")
-    what.add_argument("--json", action="store_true", help="as JSON")
-    line = "One run: its accuracies task by task and every metric."
+    what.add_argument("--json", action="store_true", help="print JSON")
+    line = "Show one run: its accuracy matrix and every metric."
     show = command("show", _show, line, "tbbn show runs/demo/ft-tbbn-0")
-    show.add_argument("run", metavar="RUN", help="a run's folder, such as runs/demo/ft-tbbn-0")
+    show.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/demo/ft-tbbn-0")
     show.add_argument("--format", default="text", help="text, md, csv or latex")
-    show.add_argument("--json", action="store_true", help="the whole record as JSON")
-    line = "Runs as one table, mean ± std over seeds."
+    show.add_argument("--json", action="store_true", help="print the whole record as JSON")
+    line = "Show many runs as one table: mean ± std over seeds."
     report = command("report", _report, line, "tbbn report runs/demo --format md")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, or folders of runs")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
     report.add_argument("--format", default="text", help="text, md, csv or latex")
-    report.add_argument("--plot", metavar="FILE.png", help="write the accuracy curves too")
-    report.add_argument("--json", action="store_true", help="every run's metrics as JSON")
-    health = command("doctor", _doctor, "Versions, device, data found, free disk.", "tbbn doctor --root data")
-    health.add_argument("--root", default="data", help="where data sets lie (default: data)")
-    health.add_argument("--json", action="store_true", help="as JSON")
+    report.add_argument("--plot", metavar="FILE.png", help="also draw the accuracy curves")
+    report.add_argument("--json", action="store_true", help="print the metrics of every run as JSON")
+    line = "Show versions, device, available data sets and free disk space."
+    health = command("doctor", _doctor, line, "tbbn doctor --root data")
+    health.add_argument("--root", default="data", help="folder of the data sets (default: data)")
+    health.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _list(chosen: argparse.Namespace) -> int:
@@ -80,7 +81,7 @@ def _report(chosen: argparse.Namespace) -> int:
         text = json.dumps(entries, indent=1)
     else:
         text = summary_table(records).render(chosen.format)
-    # Drawn before anything is printed: a picture that cannot be written is a mistake, and a mistake has no output.
+    # Before anything is printed: if the picture cannot be written, the command fails, and then it prints no results.
     picture = accuracy_curves(records, chosen.plot) if chosen.plot else None
     print(text)
     if picture is not None:

@@ -1,7 +1,4 @@
-"""The command line: ``tbbn run``, ``tbbn list`` and the others in :mod:`tbbn.bench.cli.commands`.
-
-Data goes to standard output, progress to standard error.
-"""
+"""The command line. Results go to standard output, progress and errors to standard error."""
 
 from __future__ import annotations
 
@@ -10,66 +7,35 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from tbbn.bench.cli.commands import MODULES
+from tbbn.bench.cli import data, inspect, speed, train, verify
 from tbbn.bench.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, Call
-from tbbn.bench.cli.train import check_commas, take_settings
+from tbbn.bench.cli.settings import check_commas, split_settings
 from tbbn.errors import UserError, printable, unknown_name
+
+MODULES = (train, inspect, verify, data, speed)  # in the order of the help
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line, which say what an argument that is missing should be."""
+    """argparse with one-line errors that say what a missing argument should be."""
+
+    @property
+    def options(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("the following arguments are required"):
             missing = re.findall(r"\w+", message)
-            message = "; ".join(f"{a.metavar} is needed: {a.help}" for a in self._actions if a.metavar in missing)
+            message = "; ".join(f"missing {a.metavar}: {a.help}" for a in self._actions if a.metavar in missing)
         raise UserError(f"{message}; see {self.prog} --help.")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        parser, names = build_parser()
-        if not words:
-            raise UserError(f"a command is needed: {', '.join(names)}; tbbn run shows what this is, tbbn --help more.")
-        if not words[0].startswith("-") and words[0] not in names:
-            raise unknown_name("command", words[0], names)
-        check_commas(words)
-        settings, words = take_settings(words) if words[0] in ("run", "sweep") else ({}, words)
-        chosen = parser.parse_args(words)
-        chosen.settings = settings
-        code: int = chosen.call(chosen)
-        sys.stdout.flush()
-        return code
-    except UserError as error:
-        print(printable(f"tbbn: {error}"), file=sys.stderr)
-        return EXIT_MISTAKE
-    except KeyboardInterrupt:
-        print("tbbn: interrupted; what was done is kept, and the same command goes on from there.", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone; what is still in the buffer would fail again at the interpreter's end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        if isinstance(error, OSError) and error.filename is not None:
-            print(printable(f"tbbn: {error.filename}: {error.strerror}."), file=sys.stderr)
-            return EXIT_MISTAKE
-        if os.environ.get("TBBN_TRACEBACK"):
-            raise
-        what = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['-'])[0]}"
-        print(printable(f"tbbn: unexpected {what}; set TBBN_TRACEBACK=1 to see where."), file=sys.stderr)
-        return EXIT_FAILED
-
-
-def build_parser() -> tuple[Parser, list[str]]:
-    """The parser, and the commands it knows."""
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser, and the parsers of its commands by name."""
     import tbbn
 
-    parser = Parser(prog="tbbn", description="Class-incremental learning with any method, any norm, any scenario.")
+    parser = Parser(prog="tbbn", description="Class-incremental learning: any method, norm, data set and scenario.")
     parser.add_argument("--version", action="version", version=f"tbbn {tbbn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
@@ -81,7 +47,49 @@ def build_parser() -> tuple[Parser, list[str]]:
 
     for module in MODULES:
         module.add(command)
-    return parser, list(commands.choices)
+    return parser, dict(commands.choices)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except UserError as error:
+        print(printable(f"tbbn: {error}"), file=sys.stderr)
+        return EXIT_MISTAKE
+    except KeyboardInterrupt:
+        print("tbbn: interrupted; run the same command again to resume.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader is gone. Flushing the rest at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            print(printable(f"tbbn: {error.filename}: {error.strerror}."), file=sys.stderr)
+            return EXIT_MISTAKE
+        if os.environ.get("TBBN_TRACEBACK"):
+            raise
+        what = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['-'])[0]}"
+        print(printable(f"tbbn: unexpected {what}; set TBBN_TRACEBACK=1 to see the traceback."), file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _run(words: list[str]) -> int:
+    parser, commands = build_parser()
+    if not words:
+        raise UserError(f"missing command: {', '.join(commands)}. Try tbbn run for a demo, or tbbn --help.")
+    if not words[0].startswith("-") and words[0] not in commands:
+        raise unknown_name("command", words[0], commands)
+    check_commas(words)
+    settings: dict[str, Any] = {}
+    if words[0] in commands and commands[words[0]].get_default("takes_settings"):
+        settings, words = split_settings(words, commands[words[0]].options)
+    chosen = parser.parse_args(words)
+    chosen.settings = settings
+    code: int = chosen.call(chosen)
+    sys.stdout.flush()
+    return code
 
 
 if __name__ == "__main__":

@@ -12,130 +12,151 @@ from typing import Any, TextIO
 from tbbn.bench.config import RunConfig
 from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded
 from tbbn.bench.engine.record import Record
-from tbbn.bench.runs.sweep import Job
+from tbbn.bench.runs.pending import PendingRun
 from tbbn.errors import printable
 
-_BLINK = 0.1  # seconds between two pictures of a bar
 
+class RunProgress:
+    """Receives what happens in runs. This one shows nothing."""
 
-class Quiet:
-    """Says nothing."""
-
-    def __enter__(self) -> Quiet:
+    def __enter__(self) -> RunProgress:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def start(self, job: Job) -> None: ...
+    def start(self, run: PendingRun) -> None: ...
 
-    def event(self, job: Job, event: Event) -> None: ...
+    def event(self, run: PendingRun, event: Event) -> None: ...
 
-    def end(self, job: Job, record: Record) -> None: ...
+    def end(self, run: PendingRun, record: Record) -> None: ...
 
 
-class Lines(Quiet):
-    """A line a task, and one at least every ``every`` seconds in between."""
+class RunLines(RunProgress):
+    """A line per task, and in between one at least every ``every`` seconds."""
 
-    def __init__(self, n_jobs: int, stream: TextIO | None = None, every: float = 30.0) -> None:
-        self.n_jobs, self.number, self.every = n_jobs, 0, every
+    def __init__(
+        self,
+        n_runs: int,
+        stream: TextIO | None = None,
+        every: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.n_runs, self.number, self.every, self.clock = n_runs, 0, every, clock
         self.stream = stream or sys.stderr
-        self.said = time.monotonic()
-        self.began: dict[Job, float] = {}
+        self.last_line = clock()
+        self.started: dict[PendingRun, float] = {}
 
-    def say(self, text: str) -> None:
-        self.said = time.monotonic()
+    def _print(self, text: str) -> None:
+        self.last_line = self.clock()
         print(text, file=self.stream, flush=True)
 
-    def start(self, job: Job) -> None:
-        self.began[job] = time.monotonic()
+    def start(self, run: PendingRun) -> None:
+        self.started[run] = self.clock()
         self.number += 1
-        self.say(f"run {self.number}/{self.n_jobs}: {_name(job)}")
+        self._print(f"run {self.number}/{self.n_runs}: {_name(run)}")
 
-    def event(self, job: Job, event: Event) -> None:
+    def event(self, run: PendingRun, event: Event) -> None:
         if isinstance(event, TaskEnded):
-            seconds = time.monotonic() - self.began[job]
-            task = f"task {event.task + 1}/{_tasks(job.config)}"
-            self.say(f"  {_name(job)}: {task}, mean accuracy {_mean(event)} % ({seconds:.0f} s)")
-        elif isinstance(event, EpochEnded) and time.monotonic() - self.said > self.every:
+            seconds = self.clock() - self.started[run]
+            task = f"task {event.task + 1}/{_tasks(run.config)}"
+            self._print(f"  {_name(run)}: {task}, mean accuracy {_mean(event)} % ({seconds:.0f} s)")
+        elif isinstance(event, EpochEnded) and self.clock() - self.last_line >= self.every:
             at, loss = event.position, event.losses.get("total", float("nan"))
             epoch = f"{event.phase} epoch {at.epoch + 1}/{event.epochs}"
-            self.say(f"  {_name(job)}: task {at.task + 1} {epoch}: loss {loss:.3f}")
+            self._print(f"  {_name(run)}: task {at.task + 1} {epoch}: loss {loss:.3f}")
 
-    def end(self, job: Job, record: Record) -> None:
-        if job not in self.began and record.status == "finished":
+    def end(self, run: PendingRun, record: Record) -> None:
+        if run not in self.started and record.status == "finished":
             self.number += 1
-            taken = printable(str(job.directory))
-            self.say(f"run {self.number}/{self.n_jobs}: {_name(job)}: finished before, taken from {taken}")
+            folder = printable(str(run.directory))
+            self._print(f"run {self.number}/{self.n_runs}: {_name(run)}: already finished, read from {folder}")
         elif record.status != "finished":
-            self.say(f"  {_name(job)}: {_ending(record)}")
+            self._print(f"  {_name(run)}: {_ending(record)}")
 
 
-class Bars(Quiet):
-    """rich's bars: the tasks of all runs, and for each run at work the epochs of its task, with loss and accuracy."""
+class RunBars(RunProgress):
+    """Bars of rich: one for the tasks of all runs, and one per active run for the epochs of its task."""
 
-    def __init__(self, jobs: list[Job]) -> None:
+    def __init__(
+        self, runs: list[PendingRun], redraw: float = 0.1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         from rich.progress import TextColumn
 
         self.bars = _rich_bars(TextColumn("{task.fields[count]}"), TextColumn("{task.fields[note]}"), transient=True)
-        self.total = sum(_tasks(job.config) for job in jobs)
-        many = f"{len(jobs)} runs" if len(jobs) > 1 else "1 run"
-        self.all = self.bars.add_task(many, total=self.total, count=f"0/{self.total} tasks", note="")
-        self.mine: dict[Job, Any] = {}
-        self.accuracy: dict[Job, str] = {}
-        self.done: dict[Job, float] = {}  # tasks, the one at work as a share
-        self.drawn: dict[Job, float] = {}  # when
+        self.redraw, self.clock = redraw, clock
+        self.total = sum(_tasks(run.config) for run in runs)
+        many = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+        self.whole = self.bars.add_task(many, total=self.total, count=f"0/{self.total} tasks", note="")
+        self.bar_of: dict[PendingRun, Any] = {}
+        self.accuracy: dict[PendingRun, str] = {}
+        self.done: dict[PendingRun, float] = {}  # tasks, the current one as a fraction
+        self.drawn: dict[PendingRun, float] = {}  # when
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> RunBars:
         self.bars.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.bars.__exit__(*error)
 
-    def start(self, job: Job) -> None:
-        self.mine[job] = self.bars.add_task(_name(job), total=1, count="", note="")
+    def start(self, run: PendingRun) -> None:
+        self.bar_of[run] = self.bars.add_task(_name(run), total=1, count="", note="")
 
-    def event(self, job: Job, event: Event) -> None:
+    def event(self, run: PendingRun, event: Event) -> None:
         if isinstance(event, Stepped):
-            now = time.monotonic()
-            if now - self.drawn.get(job, 0.0) < _BLINK and event.step < event.steps:
-                return  # lanes make thousands of steps a second, and a bar costs more than enqueuing one
-            self.drawn[job] = now
-            at, tasks = event.position, _tasks(job.config)
-            here = at.epoch + event.step / event.steps
-            name = f"{_name(job)}: task {at.task + 1}/{tasks}" + ("" if event.phase == "train" else f" {event.phase}")
-            count = f"{at.epoch + 1}/{event.epochs} epochs"
-            self.bars.update(self.mine[job], description=name, total=event.epochs, completed=here, count=count)
-            # Later phases of a task are short: to the whole they count as done.
-            self._advance(job, at.task + (0.95 if at.phase else 0.95 * here / event.epochs))
+            self._step(run, event)
         elif isinstance(event, EpochEnded):
             loss = f"loss {event.losses.get('total', float('nan')):.3f}"
-            self.bars.update(self.mine[job], note=f"{loss}  {self.accuracy.get(job, '')}".rstrip())
+            self.bars.update(self.bar_of[run], note=f"{loss}  {self.accuracy.get(run, '')}".rstrip())
         elif isinstance(event, TaskEnded):
-            self.accuracy[job] = f"accuracy {_mean(event)} %"
-            self.bars.update(self.mine[job], note=self.accuracy[job])
-            self._advance(job, event.task + 1)
+            self.accuracy[run] = f"accuracy {_mean(event)} %"
+            self.bars.update(self.bar_of[run], note=self.accuracy[run])
+            self._advance(run, event.task + 1)
 
-    def _advance(self, job: Job, tasks: float) -> None:
-        self.done[job] = tasks
-        whole = int(sum(int(n) for n in self.done.values()))
-        count = f"{whole}/{self.total} tasks"
-        self.bars.update(self.all, completed=sum(self.done.values()), count=count)
+    def _step(self, run: PendingRun, event: Stepped) -> None:
+        now = self.clock()
+        if now - self.drawn.get(run, float("-inf")) < self.redraw and event.step < event.steps:
+            return  # lanes do thousands of steps per second, and drawing a bar takes longer than enqueuing a step
+        self.drawn[run] = now
+        at, tasks = event.position, _tasks(run.config)
+        here = at.epoch + event.step / event.steps
+        name = f"{_name(run)}: task {at.task + 1}/{tasks}" + ("" if event.phase == "train" else f" {event.phase}")
+        count = f"{at.epoch + 1}/{event.epochs} epochs"
+        self.bars.update(self.bar_of[run], description=name, total=event.epochs, completed=here, count=count)
+        # Later phases of a task are short: in the overall bar they count as done.
+        self._advance(run, at.task + (0.95 if at.phase else 0.95 * here / event.epochs))
 
-    def end(self, job: Job, record: Record) -> None:
-        if job in self.mine:
-            self.bars.remove_task(self.mine.pop(job))
+    def _advance(self, run: PendingRun, tasks: float) -> None:
+        self.done[run] = tasks
+        count = f"{sum(int(n) for n in self.done.values())}/{self.total} tasks"
+        self.bars.update(self.whole, completed=sum(self.done.values()), count=count)
+
+    def end(self, run: PendingRun, record: Record) -> None:
+        if run in self.bar_of:
+            self.bars.remove_task(self.bar_of.pop(run))
             how = f"{record.seconds:.0f} s"
         else:
-            how = "finished before" if record.status == "finished" else "not begun"
-        self._advance(job, _tasks(job.config))
+            how = "already finished" if record.status == "finished" else "not started"
+        self._advance(run, _tasks(run.config))
         state = "" if record.status == "finished" else f": {_ending(record)}"
-        accuracy = f"A_f {100 * record.metrics['final_accuracy']:.1f} %" if record.accuracy else "no task learnt"
-        self.bars.console.print(f"{_name(job)}: {accuracy} ({how}){state}", highlight=False, markup=False)
+        accuracy = f"A_f {100 * record.metrics['final_accuracy']:.1f} %" if record.accuracy else "no task finished"
+        self.bars.console.print(f"{_name(run)}: {accuracy} ({how}){state}", highlight=False, markup=False)
 
 
-def _name(job: Job) -> str:
-    return printable(f"{job.config.label}, seed {job.config.seed}")
+def run_progress(runs: list[PendingRun], quiet: bool) -> RunProgress:
+    """What suits standard error: nothing, bars or lines."""
+    if quiet:
+        return RunProgress()
+    if sys.stderr.isatty():
+        try:
+            return RunBars(runs)
+        except ImportError:
+            pass
+    return RunLines(len(runs))
+
+
+def _name(run: PendingRun) -> str:
+    return printable(f"{run.config.label}, seed {run.config.seed}")
 
 
 def _ending(record: Record) -> str:
@@ -165,17 +186,6 @@ def _rich_bars(count: Any, *more: Any, transient: bool) -> Any:
         console=Console(stderr=True),
         transient=transient,
     )
-
-
-def progress(jobs: list[Job], quiet: bool) -> Quiet:
-    if quiet:
-        return Quiet()
-    if sys.stderr.isatty():
-        try:
-            return Bars(jobs)
-        except ImportError:
-            pass
-    return Lines(len(jobs))
 
 
 Counter = Callable[[int, int], None]  # called with what is done and with all there is

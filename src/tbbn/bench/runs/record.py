@@ -99,8 +99,8 @@ def _instead(path: Path) -> str:
     """What to say about a path without a record: whether it is a folder of runs."""
     inside = sorted(file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{RECORD}"))
     if not inside:
-        return "no run here; a run's folder holds a record.json."
-    return f"holds {len(inside)} runs, not one; give one of them, such as {inside[0]}."
+        return "no run here; the folder of a run holds a record.json."
+    return f"holds {len(inside)} runs; name one of them, such as {inside[0]}."
 
 
 def record_from(tree: Any, where: str) -> Record:

@@ -1,0 +1,91 @@
+"""Runs still to be done: their configs and folders, and what an earlier session left there."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tbbn.bench.config import RunConfig, flatten, resolve, to_dict
+from tbbn.bench.engine.record import Record
+from tbbn.bench.engine.validate import check
+from tbbn.bench.runs.recipe import RECIPE, Axes, Layer, parse_choice, read_recipe
+from tbbn.bench.runs.record import FILES, RECORD, load_record
+from tbbn.errors import UserError
+
+
+@dataclass(frozen=True)
+class PendingRun:
+    """A run to be done, and the folder for its files."""
+
+    config: RunConfig
+    directory: Path
+
+
+def expand(layers: Sequence[Layer], axes: Axes, out: Path) -> list[PendingRun]:
+    """Every combination of the axes as a checked config with a folder of its own. A single run gets ``out`` itself."""
+    runs = []
+    for method, norm, seed in product(axes.methods or ("",), axes.norms or ("",), axes.seeds or (None,)):
+        layer: dict[str, Any] = {}
+        if method:
+            layer |= parse_choice("method", method)
+        if norm:
+            layer |= parse_choice("norm", norm)
+        if seed is not None:
+            layer["seed"] = seed
+        config = resolve(*layers, ("command line", layer))
+        check(config)
+        name = re.sub(r"[^\w.=-]+", "_", f"{config.method}-{config.norm}-{config.seed}").strip("_")
+        runs.append(PendingRun(config, out / name))
+    if len(runs) == 1:
+        return [PendingRun(runs[0].config, out)]
+    for name, n in Counter(run.directory.name for run in runs).items():
+        if n > 1:
+            raise UserError(f"{n} runs have the same folder {out / name}; name each method, norm and seed once.")
+    return runs
+
+
+def runs_of_sweeps(folder: Path) -> list[PendingRun]:
+    """All runs of the sweeps in a folder, whether they have started or not."""
+    runs = []
+    for file in sorted(folder.rglob(RECIPE)):
+        values, axes = read_recipe(file)
+        runs += expand([(str(file), values)], axes, file.parent)
+    return runs
+
+
+def check_folders(runs: Sequence[PendingRun]) -> None:
+    """Refuse runs inside another run's folder, and a run in a sweep's folder."""
+    for folder in (run.directory for run in runs):
+        for holder, pattern in ((folder.parent, RECORD), (folder, RECIPE), (folder, f"*/{RECORD}")):
+            if any(holder.glob(pattern)):
+                held = "a run and cannot hold others" if pattern == RECORD else "a sweep and cannot be a run itself"
+                raise UserError(f"{holder}: is the folder of {held}; use another --name, or delete the folder.")
+
+
+def finished_record(run: PendingRun) -> Record | None:
+    """The record of a run that finished earlier with the same config. Another config in the folder is an error."""
+    if not (run.directory / RECORD).exists():
+        return None
+    record = load_record(run.directory)
+    there, now = (flatten(to_dict(config)) for config in (record.run_config, run.config))
+    changed = [key for key in {**there, **now} if there.get(key) != now.get(key)]
+    if changed:
+        first = changed[0]
+        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise UserError(
+            f"{run.directory}: holds a run with another config ({first} = {there.get(first)!r} there, "
+            f"{now.get(first)!r} now{others}); use --name or --overwrite."
+        )
+    return record if record.status == "finished" else None
+
+
+def delete_run_files(run: PendingRun) -> None:
+    """Delete the files of an earlier run from the folder, and nothing else there."""
+    for pattern in FILES:
+        for file in run.directory.glob(pattern):
+            file.unlink()

@@ -1,0 +1,96 @@
+"""Recipes: TOML files of settings whose ``[sweep]`` table says what varies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tbbn.bench.config import Values, parse_value, read_toml, to_toml
+from tbbn.errors import UserError
+
+Layer = tuple[str, Values]  # where settings come from, for error messages, and the settings
+
+RECIPE = "runs.toml"  # in a sweep's folder: the recipe of all its runs
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What varies in a sweep: methods and norms, with options as in ``cn(groups=8)``, and seeds."""
+
+    methods: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+
+
+def read_recipe(path: Path) -> tuple[dict[str, Any], Axes]:
+    """The settings of a recipe file and its ``[sweep]`` table."""
+    values = read_toml(path)
+    sweep = {key.removeprefix("sweep."): values.pop(key) for key in list(values) if key.startswith("sweep.")}
+    for option, value in sweep.items():
+        if option not in ("methods", "norms", "seeds"):
+            raise UserError(f"{path}: [sweep] has no option {option!r}; it takes: methods, norms, seeds.")
+        kind = int if option == "seeds" else str
+        if not isinstance(value, list) or not all(type(v) is kind for v in value):
+            expected = "whole numbers" if kind is int else "names"
+            raise UserError(f"{path}: sweep.{option} must be a list of {expected}, got {value!r}.")
+    return values, Axes(**{option: tuple(value) for option, value in sweep.items()})
+
+
+def recipe_text(layers: Sequence[Layer], axes: Axes) -> str:
+    """A recipe file with these axes and the settings of all layers; later layers override earlier ones."""
+    tree: dict[str, Any] = {}
+    for key, value in {key: value for _, layer in layers for key, value in layer.items()}.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return to_toml({**tree, "sweep": {name: values for name, values in asdict(axes).items() if values}})
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Names at top-level commas.
+
+    >>> split_names("bn, cn(groups=8,eps=1e-5),tbbn")
+    ('bn', 'cn(groups=8,eps=1e-5)', 'tbbn')
+    """
+    parts = re.split(r",(?![^()]*\))", text)  # not at a comma after which a bracket closes before one opens
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def parse_choice(kind: str, text: str) -> dict[str, Any]:
+    """``name(option=value, ...)`` as settings.
+
+    >>> parse_choice("norm", "cn(groups=8)")
+    {'norm.name': 'cn', 'norm.groups': 8}
+    """
+    match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*", text)
+    if match is None:
+        raise UserError(f"{kind} must look like name or name(option=value), got {text!r}.")
+    found: dict[str, Any] = {f"{kind}.name": match[1]}
+    for part in filter(None, (p.strip() for p in (match[2] or "").split(","))):
+        option, separator, value = (p.strip() for p in part.partition("="))
+        if not separator or not option:
+            raise UserError(f"{kind} {match[1]!r}: options must look like option=value, got {part!r}.")
+        found[f"{kind}.{option}"] = parse_value(f"{kind}.{option}", value)
+    return found
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """A count of seeds, or a comma-separated list of them.
+
+    >>> parse_seeds("3"), parse_seeds("0,5"), parse_seeds("7,")
+    ((0, 1, 2), (0, 5), (7,))
+    """
+    takes = "--seeds takes a count or a list: 3, or 0,1,2 (one seed: '7,')"
+    try:
+        seeds = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UserError(f"{takes}; got {text!r}.") from None
+    if "," not in text and seeds:
+        if seeds[0] < 1:
+            raise UserError(f"{takes}; a count must be at least 1, got {text!r}.")
+        seeds = tuple(range(seeds[0]))
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise UserError(f"{takes}; seeds must be distinct and not negative, got {text!r}.")
+    return seeds

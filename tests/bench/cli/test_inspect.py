@@ -1,0 +1,133 @@
+"""``tbbn list``, ``show``, ``report`` and ``doctor``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from commandline import Capture, mistake
+
+import tbbn
+from tbbn.bench.cli.main import main
+from tbbn.bench.runs.record import load_record
+
+
+@pytest.mark.parametrize("what", ["methods", "norms", "datasets", "backbones", "recipes", "augmentations", "quirks"])
+def test_every_list_has_a_line_for_each_entry(what: str, capsys: Capture) -> None:
+    assert main(["list", what, "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert main(["list", what]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    named = [line for line in lines if not line.startswith(" ")]
+    assert [line.split("  ")[0] for line in named] == list(entries)
+    assert all(entry["line"] for entry in entries.values()) and all(len(line.split(maxsplit=1)) == 2 for line in named)
+
+
+def test_the_lists_are_the_registries(capsys: Capture) -> None:
+    from tbbn.registry import METHODS, NORMS
+
+    for what, registry in (("methods", METHODS), ("norms", NORMS)):
+        main(["list", what, "--json"])
+        assert set(json.loads(capsys.readouterr().out)) == set(registry)
+
+
+def test_the_list_of_norms_names_every_option(capsys: Capture) -> None:
+    assert main(["list", "norms", "--json"]) == 0
+    shared = {"affine", "bias", "eps", "momentum", "track_running_stats"}
+    for name, entry in json.loads(capsys.readouterr().out).items():
+        with pytest.raises(tbbn.errors.UserError) as refused:  # which names all that are taken
+            tbbn.convert(torch.nn.BatchNorm2d(16), name, nothing=1)
+        taken = set(str(refused.value).split(": ")[2].split(".")[0].split(", "))
+        assert taken - shared == entry["options"].keys() - shared
+        assert entry["options"].keys() <= taken
+
+
+def test_lists_show_options_with_their_defaults(capsys: Capture) -> None:
+    assert main(["list", "norms"]) == 0
+    assert "gn        group norm\n            groups=16, channels_per_group\n" in capsys.readouterr().out
+    assert main(["list", "methods"]) == 0
+    assert "less_forget=5.0" in capsys.readouterr().out
+
+
+def test_show_prints_the_matrix_and_every_metric(runs: Path, capsys: Capture) -> None:
+    assert main(["show", str(runs / "ft-bn-0")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    record = load_record(runs / "ft-bn-0")
+    assert lines[0] == "ft + bn, synthetic:4x12x4x8, seed 0: finished"
+    (row,) = (line.split() for line in lines if line.startswith("after task 2"))
+    assert row[3:5] == [f"{100 * a:.1f}" for a in record.accuracy[1]]
+    final = next(line.split() for line in lines if line.startswith("A_f "))
+    assert final[1] == f"{100 * record.metrics['final_accuracy']:.2f}"
+    assert main(["show", str(runs / "ft-bn-0"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == record.accuracy
+
+
+def test_show_of_a_folder_of_runs_names_one(runs: Path, capsys: Capture) -> None:
+    for folder in (runs, runs.parent):
+        line = mistake(capsys, "show", str(folder))
+        assert line.endswith(f"holds 4 runs; name one of them, such as {runs / 'ft-bn-0'}.")
+
+
+def test_report_in_every_format(runs: Path, capsys: Capture) -> None:
+    def report(*words: str) -> str:
+        assert main(["report", str(runs), *words]) == 0
+        return capsys.readouterr().out
+
+    text = report()
+    assert "ft + gn(groups=8)" in text and "±" in text
+    assert "| ft + bn |" in report("--format", "md")
+    rows = list(csv.DictReader(io.StringIO(report("--format", "csv"))))
+    finals = [load_record(runs / f"ft-bn-{seed}").metrics["final_accuracy"] for seed in (0, 1)]
+    assert float(rows[0]["A_f %"]) == pytest.approx(50 * sum(finals), abs=0.051)
+    assert float(rows[0]["A_f % std"]) == pytest.approx(100 * abs(finals[0] - finals[1]) / 2**0.5, abs=0.051)
+    latex = report("--format", "latex")
+    assert r"\begin{tabular}{lrrrrr}" in latex and r"A\_f \%" in latex and r"$\pm$" in latex
+    entries = json.loads(report("--json"))
+    assert [(e["label"], e["seed"], e["status"]) for e in entries[:2]] == [
+        ("ft + bn", 0, "finished"),
+        ("ft + bn", 1, "finished"),
+    ]
+    assert "unknown format 'tex'" in mistake(capsys, "report", str(runs), "--format", "tex")
+
+
+def test_report_counts_a_run_once_and_draws_when_asked(runs: Path, tmp_path: Path, capsys: Capture) -> None:
+    picture = tmp_path / "new" / "curves.png"
+    assert main(["report", str(runs), str(runs / "ft-bn-0"), "--json", "--plot", str(picture)]) == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)) == 4
+    assert picture.exists() and f"accuracy curves: {picture}" in said.err
+
+
+def test_doctor_says_versions_device_data_and_disk(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["doctor", "--root", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        f"tbbn            {tbbn.__version__}",
+        torch.__version__,
+        "GiB",
+        f"data under {tmp_path}/",
+        "not found",
+    ):
+        assert part in text
+    assert main(["doctor", "--root", str(tmp_path), "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["data"]["digits"] == "found" and tree["data"]["cifar100"] == "not found"
+    assert tree["environment"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_doctor_says_when_torchvisions_ops_are_missing(
+    there: bool, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tbbn.bench.vision import torchvision
+
+    monkeypatch.setattr(torchvision().extension, "_has_ops", lambda: there)
+    assert main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["environment"]["torchvision"]
+    missing = ", without its compiled ops; models, transforms and data sets work all the same"
+    assert re.fullmatch(r"[\d.+a-z]+" + ("" if there else missing), said)

@@ -1,0 +1,138 @@
+"""Ctrl-C, SIGTERM and ``tbbn resume``: what was done is kept, and the same command continues."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commandline import TINY, Capture
+
+from tbbn.bench.cli.main import main
+from tbbn.bench.runs.interrupt import stop_on_signal
+from tbbn.bench.runs.record import load_record
+
+
+def test_an_interrupt_ends_cleanly_and_says_so(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tbbn.bench.engine.step import Step
+
+    real, count = Step.train, 0
+
+    def interrupted(self: Step, *arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:  # in the second task
+            raise KeyboardInterrupt
+        real(self, *arguments)
+
+    words = ["run", *TINY, "--out", str(tmp_path), "--name", "x"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Step, "train", interrupted)
+        assert main(words) == 130
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines()[-1].startswith("tbbn: interrupted;") and "Traceback" not in said.err
+    record = load_record(tmp_path / "x")
+    assert record.status == "interrupted" and len(record.accuracy) == 1
+    assert main(words) == 0
+    assert load_record(tmp_path / "x").status == "finished"
+
+
+@pytest.mark.parametrize(("lanes", "number"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("1", signal.SIGTERM)])
+def test_a_first_signal_lets_the_runs_save_themselves_at_once(
+    lanes: str,
+    number: signal.Signals,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tbbn.bench.engine.step import Step
+
+    real, count = Step.train, 0
+
+    def signalled(self: Step, *arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 4:
+            os.kill(os.getpid(), number)
+        real(self, *arguments)
+
+    words = ["run", *TINY, "--train.epochs", "3", "--seeds", "2", "--lanes", lanes]
+    assert main([*words, "--out", str(tmp_path / "whole"), "--name", "x", "--quiet"]) == 0
+    words += ["--out", str(tmp_path), "--name", "x"]
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patched:
+        patched.setattr(Step, "train", signalled)
+        assert main(words) == 130
+    assert signal.getsignal(number) is handler
+    said = capfd.readouterr()
+    assert "tbbn: stopping after this step and saving; press Ctrl-C again to quit now." in said.err
+    assert "ft + bn, seed 0: interrupted\n" in said.err
+    record = load_record(tmp_path / "x" / "ft-bn-0")
+    assert record.status == "interrupted" and count in (4, 5)  # nothing was trained after that step
+    assert main(words) == 0
+    for seed in (0, 1):
+        one, other = (load_record(tmp_path / part / f"ft-bn-{seed}") for part in ("x", "whole/x"))
+        assert one.status == "finished" and (one.accuracy, one.history) == (other.accuracy, other.history)
+
+
+@pytest.mark.parametrize("lanes", ["1", "2"])
+def test_resume_starts_the_runs_of_a_sweep_that_had_not_started(
+    lanes: str, runs: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tbbn.bench.engine.step import Step
+
+    def interrupted(self: Step, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+    words = ["run", *TINY, "--norm", "bn,gn(groups=8)", "--seeds", "2", "--lanes", lanes, "--quiet"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Step, "train", interrupted)
+        assert main([*words, "--out", str(tmp_path), "--name", "few"]) == 130
+    assert len(list(tmp_path.rglob("record.json"))) < 4
+    capsys.readouterr()
+    assert main(["resume", str(tmp_path / "few"), "--lanes", lanes, "--json", "--quiet"]) == 0
+    found = {Path(entry["directory"]): entry["status"] for entry in json.loads(capsys.readouterr().out)}
+    assert found == dict.fromkeys((tmp_path / "few" / run.name for run in runs.iterdir() if run.is_dir()), "finished")
+    for folder in found:
+        assert load_record(folder).accuracy == load_record(runs / folder.name).accuracy
+
+
+def test_a_second_signal_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with stop_on_signal() as stop:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err.count("tbbn: stopping") == 1
+
+
+def test_outside_the_main_thread_signals_are_left_alone() -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        with stop_on_signal() as stop:
+            seen.append(stop())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+def test_an_interrupt_while_torch_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    words = [sys.executable, "-m", "tbbn.bench.cli.main", "list", "norms"]
+    places = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": places})
+    assert done.returncode == 130 and done.stdout == ""
+    assert done.stderr.startswith("tbbn: interrupted;") and done.stderr.count("\n") == 1

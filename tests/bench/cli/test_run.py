@@ -1,0 +1,209 @@
+"""``tbbn run``: output, files, settings, dry runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commandline import TINY, Capture, files, mistake
+
+from tbbn.bench import config
+from tbbn.bench.cli.main import main
+from tbbn.bench.config.toml import tomllib
+from tbbn.bench.data import loading
+from tbbn.bench.data.types import Source, Split
+from tbbn.bench.runs import sweep
+from tbbn.bench.runs.record import load_record
+
+
+def test_one_run_leaves_its_record_its_config_and_a_picture(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["run", *TINY, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    folder = tmp_path / "synthetic_4x12x4x8-ft-bn"
+    assert {"accuracy.png", "config.toml", "predictions.safetensors", "record.json"} <= set(files(folder))
+    record = load_record(folder)
+    assert record.status == "finished" and len(record.accuracy) == 2
+    lines = said.out.splitlines()
+    assert lines[0].split() == ["method", "+", "norm", "seeds", "A_f", "%", "A_a", "%", "F", "%", "A_l", "%"]
+    assert lines[2].split()[:4] == ["ft", "+", "bn", "1"]
+    assert lines[2].split()[4] == f"{100 * record.metrics['final_accuracy']:.1f}"
+    assert "A_f = (1/T) sum_i a[T,i]" in lines
+    assert lines[-1] == f"accuracy curves: {folder / 'accuracy.png'}"
+
+
+def test_data_goes_to_stdout_and_progress_to_stderr(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["run", *TINY, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "run 1/1: ft + bn, seed 0" in said.err and "task 2/2, mean accuracy" in said.err
+    assert "task 2/2" not in said.out and "A_f" not in said.err
+
+
+def test_quiet_says_nothing_but_the_result(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["run", *TINY, "--out", str(tmp_path), "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and "ft + bn" in said.out
+
+
+def test_several_norms_and_seeds_give_one_table_and_one_picture(runs: Path) -> None:
+    pictures = [file for file in files(runs) if file.endswith(".png")]
+    assert pictures == ["accuracy.png"]
+    assert (runs / "accuracy.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    folders = sorted(f.name for f in runs.iterdir() if f.is_dir())
+    assert folders == ["ft-bn-0", "ft-bn-1", "ft-gn_groups=8_-0", "ft-gn_groups=8_-1"]
+
+
+def test_a_finished_run_is_not_run_again(runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "run_saved", lambda *_, **__: pytest.fail("ran again"))
+    words = ["run", *TINY, "--norm", "bn,gn(groups=8)", "--seeds", "2", "--out", str(runs.parent), "--name", "few"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.err.count("already finished, read from") == 4
+    assert "gn(groups=8)" in said.out
+
+
+def test_another_config_in_the_folder_is_refused_unless_overwritten(tmp_path: Path, capsys: Capture) -> None:
+    words = ["run", *TINY, "--out", str(tmp_path), "--name", "x", "--quiet"]
+    assert main(words) == 0
+    before = load_record(tmp_path / "x")
+    capsys.readouterr()
+    line = mistake(capsys, *words, "--train.lr", "0.2")
+    there = load_record(tmp_path / "x").run_config.train.lr
+    what = f"holds a run with another config (train.lr = {there!r} there, 0.2 now); use --name or --overwrite."
+    assert line == f"tbbn: {tmp_path / 'x'}: {what}"
+    assert load_record(tmp_path / "x") == before
+    assert main([*words, "--train.lr", "0.2", "--overwrite"]) == 0
+    assert load_record(tmp_path / "x").run_config.train.lr == 0.2
+
+
+def test_json_is_for_machines(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["run", *TINY, "--seeds", "4,", "--out", str(tmp_path), "--name", "x", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["method"], entry["norm"], entry["seed"], entry["status"]) == ("ft", "bn", 4, "finished")
+    assert entry["directory"] == str(tmp_path / "x")
+    assert entry["metrics"] == load_record(tmp_path / "x").metrics
+
+
+def test_a_toml_file_is_a_recipe_and_the_command_line_is_over_it(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'method = "er"\n[data]\nname = "synthetic:4x12x4x8"\ntasks = 2\n[train]\nepochs = 5\n[memory]\nbudget = 8\n'
+        '[sweep]\nnorms = ["bn", "tbbn"]\nseeds = [0, 1]\n'
+    )
+    assert main(["run", str(file), "--train.epochs", "1", "--seed", "3", "--out", str(tmp_path), "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [(e["method"], e["norm"], e["seed"]) for e in entries] == [("er", "bn", 3), ("er", "tbbn", 3)]
+    record = load_record(tmp_path / "mine" / "er-bn-3")
+    assert record.run_config.train.epochs == 1 and len(record.history) == 2
+
+
+def test_settings_in_every_way_of_writing_them(tmp_path: Path, capsys: Capture) -> None:
+    words = ["run", "--data.name=synthetic", "--norm.name", "gn", "--norm.groups=8", "--data.online", "--dry-run"]
+    words += ["--train.milestones", "0.4,0.8", "--data.class_order_seed", "-1", "--quirks", "no-affine", "--json"]
+    assert main(words) == 0
+    tree = json.loads(capsys.readouterr().out)["config"]
+    assert tree["data"]["name"] == "synthetic" and tree["data"]["online"] is True
+    assert tree["norm"] == {"name": "gn", "groups": 8, "affine": False}
+    assert tree["train"]["milestones"] == [0.4, 0.8] and tree["data"]["class_order_seed"] == -1
+
+
+def test_without_arguments_it_is_the_demo(capsys: Capture) -> None:
+    assert main(["run", "--dry-run", "--json"]) == 0
+    forecast = json.loads(capsys.readouterr().out)
+    assert forecast["runs"] == 6 and forecast["config"]["data"]["name"] == "digits"
+    assert [task["classes"] for task in forecast["tasks"]] == [2] * 5
+    assert forecast["config"]["memory"]["budget"] == 100
+
+
+def test_lanes_give_what_one_run_after_the_other_gives(runs: Path, tmp_path: Path, capsys: Capture) -> None:
+    words = ["run", *TINY, "--norm", "bn,gn(groups=8)", "--seeds", "2", "--out", str(tmp_path), "--name", "few"]
+    assert main([*words, "--lanes", "3", "--quiet"]) == 0
+    for folder in runs.iterdir():
+        if folder.is_dir():
+            assert load_record(tmp_path / "few" / folder.name).accuracy == load_record(folder).accuracy
+
+
+def test_a_run_and_a_sweep_do_not_share_a_folder(tmp_path: Path, capsys: Capture) -> None:
+    words = ["run", *TINY, "--out", str(tmp_path), "--quiet", "--name"]
+    assert main([*words, "one"]) == 0 and main([*words, "two", "--seeds", "2"]) == 0
+    capsys.readouterr()
+    before = files(tmp_path)
+    way_out = "; use another --name, or delete the folder."
+    line = mistake(capsys, *words, "one", "--seeds", "2")
+    assert line == f"tbbn: {tmp_path / 'one'}: is the folder of a run and cannot hold others{way_out}"
+    for more in ((), ("--overwrite",)):
+        line = mistake(capsys, *words, "two", *more)
+        assert line == f"tbbn: {tmp_path / 'two'}: is the folder of a sweep and cannot be a run itself{way_out}"
+    assert files(tmp_path) == before
+    assert main([*words, "one"]) == 0 and main([*words, "two", "--seeds", "3"]) == 0
+
+
+def test_a_diverged_run_has_an_exit_code_of_its_own(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["run", *TINY, "--train.lr", "1e20", "--train.epochs", "3", "--out", str(tmp_path)]) == 3
+    said = capsys.readouterr()
+    assert "diverged" in said.err and "diverged after 0 of 2 tasks" in said.out
+
+
+def test_a_failed_run_of_several_has_an_exit_code_too(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = sweep.run_saved
+
+    def failing(config: Any, directory: Path, **options: Any) -> Any:
+        if config.seed == 0:
+            raise RuntimeError("out of luck")
+        return real(config, directory, **options)
+
+    monkeypatch.setattr(sweep, "run_saved", failing)
+    assert main(["run", *TINY, "--seeds", "2", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "ft + bn, seed 0: failed: RuntimeError: out of luck" in said.err
+    assert "1 failed after 0 of 0 tasks, 1 finished" in said.out
+
+
+def test_who_must_wait_for_kernels_to_be_compiled_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr("tbbn.accelerators.triton.TRITON", True)
+    tiny = ["run", "--data", "synthetic:4x12x4x8", "--data.tasks", "2", "--train.epochs", "1", "--memory.budget", "8"]
+
+    def told(name: str, on_gpu: bool) -> bool:
+        monkeypatch.setattr("tbbn.bench.cli.train._on_gpu", lambda runs: on_gpu)
+        assert main([*tiny, "--out", str(tmp_path), "--name", name]) == 0
+        return "compiling GPU kernels at their first use" in capsys.readouterr().err
+
+    assert told("first", on_gpu=True) and not told("on a CPU", on_gpu=False)
+    (cache / "kernel").mkdir(parents=True)
+    assert not told("later", on_gpu=True)
+
+
+def test_a_dry_run_prints_config_layout_and_steps_and_does_nothing(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["run", *TINY, "--norm", "tbbn", "--seeds", "2", "--dry-run", "--out", str(tmp_path / "none")]) == 0
+    said = capsys.readouterr()
+    head, _, table = said.out.partition("\ntask ")
+    printed = config.resolve(("out", config.flatten(tomllib.loads(head))))
+    assert printed.norm.name == "tbbn" and printed.data.tasks == 2 and printed.train.epochs == 1
+    rows = [line.split() for line in table.splitlines()[2:4]]
+    # 24 images in batches of 64 (or 48 + 16): one step; r* of 24 + 16 rows is that of a whole batch, 48 + 16.
+    assert rows == [["1", "2", "24", "0", "64+0", "1", "1", "1"], ["2", "2", "24", "8", "48+16", "2", "1", "1"]]
+    assert "2 training steps (main phases)" in said.out and "the first of 2 runs" in said.out
+    assert said.out.endswith(" Nothing was trained.\n")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def split(n_each: int) -> Split:
+        labels = torch.arange(100).repeat_interleave(n_each)
+        return Split(torch.zeros(1, 3, 32, 32, dtype=torch.uint8).expand(len(labels), -1, -1, -1), labels)
+
+    fake = Source("cifar100", split(500), split(100), tuple(map(str, range(100))), (0,) * 100, (0.5,) * 3, (0.5,) * 3)
+    monkeypatch.setattr(loading, "load", lambda *_, **__: fake)
+    assert main(["run", "--data", "cifar100", "--protocol", "paper", "--norm", "tbbn", "--dry-run", "--json"]) == 0
+    forecast = json.loads(capsys.readouterr().out)
+    assert [t["steps"] for t in forecast["tasks"]] == [70, 124, 124, 124, 124, 124, 126, 125, 124, 128]
+    assert [t["splits"] for t in forecast["tasks"]] == [1, 2, 4, 8, 8, 8, 16, 16, 16, 16]
+    assert forecast["steps"] == 160 * (70 + 6 * 124 + 126 + 125 + 128) and forecast["runs"] == 1

@@ -1,0 +1,60 @@
+"""The command as a process: on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from commandline import TINY
+
+
+def in_terminal(words: list[str], columns: int) -> tuple[int, str]:
+    """The exit code and all output of a process on a real pseudo-terminal."""
+    child, terminal = pty.fork()
+    if child == 0:  # pragma: no cover
+        os.environ |= {"TERM": "xterm-256color"}
+        os.execv(sys.executable, [sys.executable, "-m", "tbbn.bench.cli.main", *words])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    output = b""
+    while True:
+        try:
+            piece = os.read(terminal, 65536)
+        except OSError:  # the child has ended
+            break
+        if not piece:
+            break
+        output += piece
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output.decode()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(("columns", "lanes"), [(100, "2"), (40, "1")])
+def test_bars_on_a_terminal(columns: int, lanes: str, tmp_path: Path) -> None:
+    words = ["run", *TINY, "--seeds", "2", "--method", "eeil(balanced_epochs=2)", "--lanes", lanes]
+    code, output = in_terminal([*words, "--out", str(tmp_path)], columns)
+    assert code == 0, output
+    assert "Traceback" not in output and "\x1b[" in output
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+    assert "2 runs" in plain and "━" in plain
+    assert "eeil(balanced_epochs=2) + bn, seed 1: A_f" in plain.replace("\r\n", " " if columns < 60 else "\n")
+    assert "accuracy.png" in plain.replace("\r\n", "")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tbbn.bench.cli.main", "list", "datasets"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait() == 0 and process.stderr.read() == b""
+    process.stderr.close()
