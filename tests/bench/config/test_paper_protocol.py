@@ -18,6 +18,7 @@ from tbbn.bench.methods import method
 EVERYWHERE = {
     "protocol": "paper",
     "quirks": [],
+    "plugins": [],
     "seed": 0,
     "device": "auto",
     "precision": "fp32",

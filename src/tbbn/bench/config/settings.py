@@ -185,6 +185,7 @@ class SaveConfig:
 class RunConfig:
     protocol: str = setting("clean", "training protocol; paper trains as the authors did", choices=PROTOCOLS)
     quirks: tuple[str, ...] = setting((), "errors of the released code to reproduce", choices=tuple(QUIRKS))
+    plugins: tuple[str, ...] = setting((), "plugins to load: names of modules, or Python files")
     seed: int = setting(0, "seed of all random numbers", least=0)
     device: str = setting("auto", "cpu, cuda or cuda:N; auto uses a GPU if there is one")
     precision: str = setting(

@@ -77,6 +77,17 @@ def load(
     return _sequence(name, [_one(part, offered) for part in names])
 
 
+def base_names(name: str) -> list[str]:
+    """The registered names in a data set's name.
+
+    >>> base_names("synthetic:4x20x5x8+svhn"), base_names("folder:/my+images")
+    (['synthetic', 'svhn'], ['folder'])
+    """
+    if name.startswith(("folder:", "packed:")):
+        return [name.partition(":")[0]]
+    return [part.partition(":")[0] for part in name.split("+")]
+
+
 def _is_folder(name: str) -> bool:
     return Path(name.partition(":")[2]).expanduser().is_dir()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import tbbn
 from tbbn.bench import metrics
 from tbbn.bench.config import RunConfig, flatten, resolve, to_dict
+from tbbn.bench.engine.plugins import used_plugins
 
 SCHEMA = 2  # of the record's fields
 
@@ -38,6 +39,7 @@ class Record:
     history: list[dict[str, Any]] = field(default_factory=list)  # one entry per epoch
     skipped: list[str] = field(default_factory=list)  # image files left out because they cannot be read
     weights: list[str] = field(default_factory=list)  # SHA-256 of the network's state after each task
+    plugins: list[dict[str, Any]] = field(default_factory=list)  # name, version or sha256, and the names each brings
     resumed: list[dict[str, Any]] = field(default_factory=list)  # environments of later sessions, where they differ
     seconds: float = 0.0  # of training and evaluation, over all sessions
     predictions: dict[str, Tensor] = field(default_factory=dict)  # predicted class of every test image, by task learnt
@@ -64,7 +66,8 @@ class Record:
 
 def new_record(config: RunConfig) -> Record:
     found = environment()
-    return Record(to_dict(config), environment=found | ({"threads": config.threads} if config.threads else {}))
+    found |= {"threads": config.threads} if config.threads else {}
+    return Record(to_dict(config), environment=found, plugins=used_plugins(config))
 
 
 def environment() -> dict[str, Any]:

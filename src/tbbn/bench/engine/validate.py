@@ -13,6 +13,7 @@ from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine.evaluate import evaluated_rows
+from tbbn.bench.engine.plugins import load_plugins
 from tbbn.bench.engine.setup import device_of, image_shape, memory_of, method_of, ratio_of
 from tbbn.bench.methods import Method
 from tbbn.bench.models import backbone
@@ -24,6 +25,7 @@ from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, NORMS
 def check(config: RunConfig) -> None:
     """Raise for the first setting that cannot run."""
     check_settings(config)
+    load_plugins(config)
     method = method_of(config)
     AUGMENTATIONS.entry(config.batch.augment)
     if BACKBONES.entry(config.backbone).origin == BUILT_IN:  # another may need the size of the images

@@ -33,6 +33,17 @@ def _errors(value: Any) -> bool:
     return _each(value, lambda e: isinstance(e, dict) and set(e) <= set(ERROR_TYPES) and all(map(_whole, e.values())))
 
 
+def _plugins(value: Any) -> bool:
+    return _each(
+        value,
+        lambda v: (
+            isinstance(v, dict)
+            and isinstance(v.get("name"), str)
+            and _each(v.get("brings"), lambda text: isinstance(text, str))
+        ),
+    )
+
+
 _TABLES = "a list of tables", lambda value: _each(value, lambda v: isinstance(v, dict))
 _TEXTS = "a list of texts", lambda value: _each(value, lambda v: isinstance(v, str))
 _COUNTS = "a list of whole numbers, none negative", lambda value: _each(value, _whole)
@@ -53,6 +64,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "history": _TABLES,
     "skipped": _TEXTS,
     "weights": _TEXTS,
+    "plugins": ("a list of tables with a name and what it brings", _plugins),
     "resumed": _TABLES,
     "seconds": ("a number", lambda value: _number(value) and 0 <= value < math.inf),
 }
