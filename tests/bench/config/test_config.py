@@ -427,7 +427,7 @@ def test_what_cannot_run_is_one_line_before_anything_is_done(layer: dict[str, An
 
 def test_the_recipes_of_the_package_can_run() -> None:
     from tbbn.bench.engine.validate import check
-    from tbbn.bench.runs.sweep import parse_choice
+    from tbbn.bench.runs.recipe import parse_choice
     from tbbn.paper import describe, recipes
 
     assert "demo" in recipes()
