@@ -232,7 +232,7 @@ def test_rows_that_lead_out_of_the_data_set(run: Path, capsys: Capture) -> None:
     state, tensors = checkpoint.read(run / checkpoint.NEWEST)
     for _ in range(2):
         checkpoint.save(run, state, {**tensors, "memory.index": tensors["memory.index"] + 1000})
-    assert "memory.index leads out of the data set" in refused(capsys, "resume", str(run), "--quiet")
+    assert "memory.index has rows outside the data set" in refused(capsys, "resume", str(run), "--quiet")
 
 
 @pytest.mark.parametrize("form", ["text", "md", "csv", "latex"])

@@ -370,7 +370,7 @@ def test_a_config_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ({"norm.name": "tbn"}, r"unknown norm 'tbn'; .*Did you mean 'tbbn'\?"),
         ({"norm.name": "gn", "norm.group": 8}, r"unknown option of norm 'gn': 'group'; .*Did you mean 'groups'\?"),
         ({"norm.name": "gn", "norm.groups": 7}, r"gn: groups=7 does not divide 32 channels"),
-        ({"norm.name": "gn", "norm.groups": "x"}, r"^norm gn\(groups=x\): an option has a value of the wrong kind"),
+        ({"norm.name": "gn", "norm.groups": "x"}, r"^norm gn\(groups=x\): an option has a value of the wrong type"),
         ({"norm.groups": 8}, r"unknown option of norm 'bn': 'groups'"),
         ({"method.name": "eil"}, r"unknown method 'eil'; .*Did you mean 'eeil'\?"),
         ({"method.name": "eeil", "method.kdd": 1}, r"unknown option of method 'eeil': 'kdd'; .*Did you mean 'kd'\?"),

@@ -155,13 +155,13 @@ def growth(speeds: list[float], limit: int = 8, room: int = 8, pause: int = -1) 
         now += 60.0 * (i == pause)
         for lane in range(lanes):
             for _ in range(10):
-                found.event(lane, Stepped(Position(), "train", 1, 1, 10))
+                found.observe(lane, Stepped(Position(), "train", 1, 1, 10))
         for lane in range(lanes):
             now += 1 / speeds[lanes - 1]
-            found.event(lane, EpochEnded(Position(), "train", 1, {}, None))
+            found.observe(lane, EpochEnded(Position(), "train", 1, {}, None))
             if found.n != lanes:
                 break
-        if not found.growing:
+        if not found.is_growing:
             return found
     raise AssertionError("it never settled")
 
@@ -177,7 +177,7 @@ def growth(speeds: list[float], limit: int = 8, room: int = 8, pause: int = -1) 
 def test_lanes_grow_as_long_as_that_pays(speeds: list[float], lanes: int) -> None:
     found = growth(speeds)
     assert found.n == lanes
-    assert found.best == pytest.approx(10 * max(speeds[:lanes]))
+    assert found.best_speed == pytest.approx(10 * max(speeds[:lanes]))
 
 
 @pytest.mark.parametrize("pause", range(8))
@@ -188,18 +188,18 @@ def test_a_pause_while_it_is_measured_does_not_end_the_growth(pause: int) -> Non
 def test_lanes_do_not_outgrow_the_runs_or_the_memory() -> None:
     assert growth([1.0, 2.0, 3.0, 4.0], limit=3).n == 3
     assert growth([1.0, 2.0, 3.0, 4.0], room=2).n == 2
-    assert not LaneTuner(1).growing
+    assert not LaneTuner(1).is_growing
 
 
 def test_a_lane_that_ends_while_it_is_measured_spoils_no_measurement() -> None:
     now = 0.0
     found = LaneTuner(8, clock=lambda: now)
     ended = EpochEnded(Position(), "train", 1, {}, None)
-    found.event(0, ended)
-    found.event(0, None)
+    found.observe(0, ended)
+    found.observe(0, None)
     now = 50.0
-    found.event(0, ended)
-    assert found.n == 1 and found.best == 0.0
+    found.observe(0, ended)
+    assert found.n == 1 and found.best_speed == 0.0
 
 
 def test_the_number_of_lanes_may_be_left_open() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,12 @@ from tbbn.bench.engine.phase import PhaseSettings
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.step import Step
 from tbbn.bench.engine.torch_settings import torch_settings
-from tbbn.bench.methods import Phase
+from tbbn.bench.methods import Phase, TaskContext
+from tbbn.bench.methods.terms import nca
 from tbbn.bench.models import Network
 from tbbn.bench.runs.saved import run_saved
 from tbbn.errors import UserError
+from tbbn.nn import balance
 from tbbn.registry import METHODS
 
 
@@ -335,6 +339,46 @@ def test_separate_forwards_are_the_joint_one_where_rows_do_not_meet() -> None:
     assert joint.record.history[-1]["total"] != pytest.approx(separate.record.history[-1]["total"], rel=1e-3)
 
 
+@pytest.mark.parametrize("norm", ["tbbn", "weighted", "adab2n"])
+def test_separate_forwards_are_refused_for_a_norm_that_takes_a_layout(norm: str) -> None:
+    line = rf"^norm {norm} needs the whole batch in one forward; set batch\.forward = 'joint', got 'separate'\.$"
+    with pytest.raises(UserError, match=line):
+        Run(tiny(norm__name=norm, batch__forward="separate"))
+
+
+@pytest.mark.parametrize("norm", ["bn", "tbbn"])
+def test_afc_measures_importance_on_batches_normalised_as_in_training(
+    norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = METHODS.get("afc")
+    real, compared = kind.after_training, []
+
+    def energies(context: TaskContext, inside_balance: bool) -> Tensor:
+        """The importance of the first stage's channels, by retained gradients."""
+        total = torch.zeros(32)
+        for batch in context.batches("importance"):
+            net = copy.deepcopy(context.network).train().requires_grad_(True)
+            layout = {"current": batch.n_current, "memory": batch.n_memory, "past_tasks": context.number}
+            with balance(net, **layout) if inside_balance else nullcontext():
+                out = net(batch.images)
+            out.stages[0].retain_grad()
+            nca(out.logits, batch.labels).backward()
+            total += out.stages[0].grad.square().sum((2, 3)).mean(0)
+        return total / total.mean()
+
+    def watched(self: Any, context: TaskContext) -> None:
+        real(self, context)
+        found = context.network.recall("importance_0")
+        torch.testing.assert_close(found, energies(context, norm == "tbbn"), rtol=1e-3, atol=1e-5)
+        if norm == "tbbn" and context.number:
+            assert (found - energies(context, False)).abs().max() > 1e-3
+            compared.append(context.number)
+
+    monkeypatch.setattr(kind, "after_training", watched)
+    assert finish(tiny(method__name="afc", method__finetune_epochs=0, norm__name=norm)).record.status == "finished"
+    assert compared == ([1, 2] if norm == "tbbn" else [])
+
+
 def test_balanced_augmentation_shows_the_memory_in_many_views(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[tuple[Step, Any]] = []
     real = Step.losses
@@ -395,8 +439,6 @@ def test_schedules_by_hand() -> None:
 
 
 def test_a_phase_has_its_own_settings_and_else_the_runs() -> None:
-    from tbbn.bench.methods import Phase
-
     config = tiny(train__lr=0.5, train__momentum=0.3)
     own = Phase(lr=0.2, lr_factor=0.1, epochs=7, schedule="constant", momentum=0.0)
     settings = PhaseSettings.of(config, own)

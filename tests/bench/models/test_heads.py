@@ -100,22 +100,6 @@ def test_growing_again_restores_a_state_dict_strictly(kind: type[Head]) -> None:
     assert torch.equal(head(features()), other(features()))
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_freezing_old_blocks_leaves_the_newest_trainable(kind: type[Head]) -> None:
-    head = grown(kind, [2, 3, 2])
-    head(features()).square().sum().backward()
-    head.freeze_old()
-    for task in range(3):
-        for parameter in head.block(task):
-            assert parameter.requires_grad == (task == 2)
-            assert (parameter.grad is not None) == (task == 2)
-    head(features()).square().sum().backward()
-    assert head.weights[0].grad is None
-    assert head.weights[2].grad is not None
-    head.freeze_old(False)
-    assert all(p.requires_grad for p in head.parameters())
-
-
 def test_linear_head_is_one_linear_layer_a_task() -> None:
     head = grown(LinearHead, [2, 3])
     assert isinstance(head, LinearHead)

@@ -59,19 +59,6 @@ def test_an_output_stays_as_it_was_when_the_network_grows() -> None:
     assert len(out.heads()) == 2
 
 
-@pytest.mark.parametrize("kind", [LinearHead, CosineHead])
-def test_detached_output_has_the_values_without_the_graph(kind: type[Head]) -> None:
-    net = network(kind)
-    net.remember("mean", torch.ones(2))
-    out = net(images())
-    cut = out.detach()
-    tensors = [cut.logits, cut.features, *cut.stages, *([] if cut.similarity is None else [cut.similarity])]
-    assert not any(t.requires_grad for t in tensors)
-    assert torch.equal(cut.logits, out.logits)
-    assert (cut.task_sizes, list(cut.state)) == ((2, 3), ["mean"])
-    assert out.logits.requires_grad
-
-
 def test_head_and_backbone_must_agree_on_the_features() -> None:
     with pytest.raises(UserError, match="the backbone gives 64 features but the head takes 10"):
         Network(backbone("small"), LinearHead(10))

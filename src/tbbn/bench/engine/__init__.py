@@ -1,4 +1,4 @@
-"""The one training loop."""
+"""The training loop and what drives it."""
 
 from tbbn.bench.engine.events import EpochEnded, Event, Stepped, TaskEnded, Waiting
 from tbbn.bench.engine.lanes import run_lanes

@@ -1,4 +1,4 @@
-"""Every test image of the tasks so far: the accuracies, the errors and the predictions of a record."""
+"""Evaluation after a task: accuracies, error types and predictions over every test image of the tasks so far."""
 
 from __future__ import annotations
 
@@ -25,40 +25,48 @@ def evaluate(
     scenario: Scenario,
     method: Method,
     network: Network,
-    data: DeviceDataset,
+    test_data: DeviceDataset,
 ) -> None:
-    """Predict every test image of the tasks so far, with all classes to choose from and with its own task's alone.
-
-    Adds a row to the record's matrices; ``data`` is the test split.
-    """
+    """Add a row to the record's matrices: class-IL over all classes so far, task-IL over the classes of the image's task."""
     rows = torch.cat([evaluated_rows(config, t) for t in scenario.tasks[: task.number + 1]])
     labels = scenario.test_labels[rows]
-    tasks = task_of_class(scenario)
-    device = data.images.device
-    own = tasks[labels].to(device)
-    seen = tasks[: task.classes.stop].to(device)
+    class_task = task_of_class(scenario)
+    image_task = class_task[labels]
+    class_il, task_il = _predict(rows, image_task, class_task[: task.classes.stop], config, method, network, test_data)
+    of_task = [image_task == t for t in range(task.number + 1)]
+    record.accuracy.append([(class_il == labels)[mask].double().mean().item() for mask in of_task])
+    record.task_il.append([(task_il == labels)[mask].double().mean().item() for mask in of_task])
+    confusion = confusion_of(labels, class_il, task.classes.stop)
+    record.errors.append(metrics.confusion_error_types(confusion, task.classes.start))
+    record.predictions[f"task{task.number}"] = class_il.to(torch.int16)
+
+
+def _predict(
+    rows: Tensor,
+    image_task: Tensor,
+    class_task: Tensor,
+    config: RunConfig,
+    method: Method,
+    network: Network,
+    data: DeviceDataset,
+) -> Tensor:
+    """Predicted classes (2, rows): among all classes, and among those of the image's own task."""
+    image_task, class_task = image_task.to(data.labels.device), class_task.to(data.labels.device)
     done = 0
 
     def predict(output: Output) -> Tensor:
         nonlocal done
         scores = method.predict(output)
-        others = own[done : done + len(scores)].unsqueeze(1) != seen
+        is_other = image_task[done : done + len(scores), None] != class_task
         done += len(scores)
-        return torch.stack([scores.argmax(1), scores.masked_fill(others, -math.inf).argmax(1)])
+        return torch.stack([scores.argmax(1), scores.masked_fill(is_other, -math.inf).argmax(1)])
 
-    size, precision = config.batch.evaluation, config.precision
-    parts = list(evaluation_pass(network, data, rows, size, precision, predict))
-    free, known = torch.cat(parts, 1).cpu()
-    by_task = [tasks[labels] == t for t in range(task.number + 1)]
-    record.accuracy.append([(free == labels)[m].double().mean().item() for m in by_task])
-    record.task_il.append([(known == labels)[m].double().mean().item() for m in by_task])
-    confusion = confusion_of(labels, free, task.classes.stop)
-    record.errors.append(metrics.confusion_error_types(confusion, task.classes.start))
-    record.predictions[f"task{task.number}"] = free.to(torch.int16)
+    batches = evaluation_pass(network, data, rows, config.batch.evaluation, config.precision, predict)
+    return torch.cat(list(batches), 1).cpu()
 
 
 def evaluated_rows(config: RunConfig, task: Task) -> Tensor:
-    """The test images of a task that are evaluated: all of them, but for a quirk."""
+    """The test rows of a task that are evaluated: all, or with ``data.test = "whole-batches"`` those in full batches."""
     if config.data.test == "all":
         return task.test
     whole = len(task.test) // config.batch.size * config.batch.size
@@ -71,6 +79,6 @@ def evaluated_rows(config: RunConfig, task: Task) -> Tensor:
 
 
 def confusion_of(labels: Tensor, predicted: Tensor, n_classes: int) -> list[list[int]]:
-    """How often each class (row) was taken for each (column)."""
+    """How often each class (row) was predicted as each class (column)."""
     counts = torch.bincount(labels * n_classes + predicted, minlength=n_classes * n_classes)
     return counts.view(n_classes, n_classes).tolist()

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on, and where it is."""
+"""What a run yields while it works, and its position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Position:
-    """The next step to train: of which epoch, phase and task."""
+    """The next step to train. All numbers count from 0."""
 
     task: int = 0
     phase: int = 0
@@ -18,26 +18,30 @@ class Position:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step has been enqueued; nothing has been waited for."""
+    """A step was enqueued; it may not be done yet."""
 
     position: Position
     phase: str
-    epochs: int
-    step: int  # done in this epoch
-    steps: int
+    epochs: int  # of the phase
+    step: int  # steps done in this epoch
+    steps: int  # of this epoch
 
 
 @dataclass(frozen=True)
 class EpochEnded:
+    """An epoch is done; ``losses`` are the means of its loss terms."""
+
     position: Position
     phase: str
-    epochs: int
+    epochs: int  # of the phase
     losses: dict[str, float]
-    validation: float | None
+    validation: float | None  # the validation loss, where the best epoch is kept
 
 
 @dataclass(frozen=True)
 class TaskEnded:
+    """A task is learnt and evaluated."""
+
     task: int
     accuracy: list[float]  # of each task so far
     exemplars: int
@@ -45,7 +49,7 @@ class TaskEnded:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The run is about to read a result: whoever has other work may do it until ``done()``."""
+    """The run is about to wait for a result: other work may be done until ``done()``."""
 
     done: Callable[[], bool]
 
@@ -54,4 +58,4 @@ Event = Stepped | EpochEnded | TaskEnded | Waiting
 
 
 class Diverged(Exception):
-    """The loss is no longer a number."""
+    """The loss or a weight is not finite."""

@@ -1,4 +1,4 @@
-"""What a run would do, task by task, without training: the batches, the splits, the steps."""
+"""What a run will do, task by task, without training: batches, splits and steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tbbn.bench.methods import Method
 class TaskForecast:
     task: int
     classes: int
-    images: int  # to train on
-    exemplars: int  # in memory
-    current: int  # rows of a whole batch
-    memory: int
-    splits: int  # r*
-    steps: int  # of an epoch of the main phase
+    images: int  # training images
+    exemplars: int  # in the memory
+    current: int  # current rows of a full batch
+    memory: int  # memory rows of a full batch
+    splits: int  # r* of a full batch
+    steps: int  # in an epoch of the main phase
     epochs: int
 
     @property
@@ -32,21 +32,19 @@ class TaskForecast:
 
 
 def forecast(config: RunConfig) -> list[TaskForecast]:
-    """One entry a task; later phases of a method are not counted."""
+    """One entry per task. Later phases of a method are not counted."""
     check(config)
     method = method_of(config)
     source = load_source(config)
     scenario = scenario_of(config, source)
     store = memory_of(config)
     check_memory(method, store, scenario, source)
-    sizes = torch.bincount(torch.cat([scenario.train_labels[t.train] for t in scenario.tasks])).tolist()
-    stream = config.data.online and not method.all_data
+    class_sizes = torch.bincount(torch.cat([scenario.train_labels[task.train] for task in scenario.tasks])).tolist()
     entries: list[TaskForecast] = []
     kept: list[float] = []  # exemplars of each class
     for task in scenario.tasks:
-        images = sum(sizes[: task.classes.stop]) if method.all_data else len(task.train)
-        current, memory, r = full_batch(config, method, task.number)
-        new, old = _left_to_train(method, sizes[task.classes.start : task.classes.stop], kept)
+        images = sum(class_sizes[: task.classes.stop]) if method.all_data else len(task.train)
+        new, old = _main_phase_rows(method, class_sizes[task.classes.start : task.classes.stop], kept)
         new = images if method.all_data else new
         steps = n_steps(
             new + old if config.batch.current_from == "union" else new,
@@ -55,29 +53,39 @@ def forecast(config: RunConfig) -> list[TaskForecast]:
             ratio=ratio_of(config),
             length=config.batch.length,
             last=config.batch.last,
-            stream=stream,
+            stream=config.data.online and not method.all_data,
         )
-        n_kept = round(sum(kept))
+        current, memory, splits = full_batch(config, method, task.number)
         entries.append(
-            TaskForecast(task.number, len(task.classes), images, n_kept, current, memory, r, steps, config.train.epochs)
+            TaskForecast(
+                task=task.number,
+                classes=len(task.classes),
+                images=images,
+                exemplars=round(sum(kept)),
+                current=current,
+                memory=memory,
+                splits=splits,
+                steps=steps,
+                epochs=config.train.epochs,
+            )
         )
         if method.uses_memory and store.budget:
-            kept = _kept(store, sizes[: task.classes.stop])
+            kept = _exemplars(store, class_sizes[: task.classes.stop])
     return entries
 
 
-def _left_to_train(method: Method, new: list[int], kept: list[float]) -> tuple[int, int]:
-    """PhaseRows of the new task and of the memory that the method does not hold out of its main phase."""
+def _main_phase_rows(method: Method, new: list[int], kept: list[float]) -> tuple[int, int]:
+    """Rows of the task and of the memory in the main phase: those the method does not hold out."""
     share = method.holdout()
     if not share or not kept:
         return sum(new), round(sum(kept))
-    each = max(1, round(share * sum(kept) / len(kept)))
-    return sum(n - min(each, n) for n in new), round(sum(n - min(each, n) for n in kept))
+    held = max(1, round(share * sum(kept) / len(kept)))  # of each class
+    return sum(n - min(held, n) for n in new), round(sum(n - min(held, n) for n in kept))
 
 
-def _kept(store: ExemplarMemory, sizes: list[int]) -> list[float]:
-    """The exemplars of each class; what a reservoir holds of a class is an expectation."""
+def _exemplars(store: ExemplarMemory, class_sizes: list[int]) -> list[float]:
+    """The exemplars of each class; for a reservoir their expected number."""
     if store.selection == "reservoir":
-        share = min(1.0, store.budget / sum(sizes))
-        return [share * size for size in sizes]
-    return [min(store.quota(len(sizes)), size) for size in sizes]
+        share = min(1.0, store.budget / sum(class_sizes))
+        return [share * size for size in class_sizes]
+    return [min(store.quota(len(class_sizes)), size) for size in class_sizes]

@@ -1,9 +1,10 @@
-"""Is this config one that can run? Everything that can be said without training is said here, in one line."""
+"""Checks: everything that can be wrong with a config and can be told before training, in one line each."""
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -18,12 +19,12 @@ from tbbn.bench.engine.setup import device_of, image_shape, memory_of, method_of
 from tbbn.bench.methods import Method
 from tbbn.bench.models import backbone
 from tbbn.errors import UserError
-from tbbn.nn import convert
+from tbbn.nn import convert, is_balanced
 from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, NORMS
 
 
 def check(config: RunConfig) -> None:
-    """Raise for the first setting that cannot run."""
+    """Raise for the first setting that cannot run. Loads no data."""
     check_settings(config)
     load_plugins(config)
     method = method_of(config)
@@ -36,61 +37,74 @@ def check(config: RunConfig) -> None:
         raise UserError("train.nesterov needs a momentum; set train.momentum, such as 0.9.")
     if config.train.keep == "best" and not config.data.validation:
         raise UserError("train.keep = 'best' needs a validation split; set data.validation, such as 0.1.")
-    if config.data.online and config.train.epochs != 1:
-        raise UserError(f"data.online passes over each task once; train.epochs must be 1, got {config.train.epochs}.")
-    if config.data.online and config.memory.selection != "reservoir":
-        raise UserError(f"data.online needs memory.selection = 'reservoir', got {config.memory.selection!r}.")
-    if config.data.online and config.batch.current_from != "task":
-        raise UserError(f"data.online needs batch.current_from = 'task', got {config.batch.current_from!r}.")
+    if config.data.online:
+        _check_online(config)
     device_of(config)
 
 
-# The options of norms that torch takes as they come; whether anything can be trained with them is found out below.
-_NORM_NUMBERS = {"eps": (1e-30, 1e30), "momentum": (0, 1), "max_tasks": (1, 2**20)}
+def _check_online(config: RunConfig) -> None:
+    if config.train.epochs != 1:
+        raise UserError(f"data.online passes over each task once; train.epochs must be 1, got {config.train.epochs}.")
+    if config.memory.selection != "reservoir":
+        raise UserError(f"data.online needs memory.selection = 'reservoir', got {config.memory.selection!r}.")
+    if config.batch.current_from != "task":
+        raise UserError(f"data.online needs batch.current_from = 'task', got {config.batch.current_from!r}.")
 
 
 def _check_network(config: RunConfig, method: Method, shape: tuple[int, int, int]) -> None:
-    has_stages, max_tasks = _try_network(
-        config.backbone, config.norm, shape, BACKBONES.get(config.backbone), NORMS.get(config.norm.name)
-    )
-    if method.needs_stages and not has_stages:
+    registered = BACKBONES.get(config.backbone), NORMS.get(config.norm.name)
+    found = _try_network(config.backbone, config.norm, shape, *registered)
+    if method.needs_stages and not found.has_stages:
         raise UserError(
             f"method {config.method.name!r} needs a backbone that returns its stages; {config.backbone!r} returns features only."
         )
     n_tasks = min(config.data.tasks, config.data.stop_after or config.data.tasks)
-    if n_tasks > max_tasks:
-        raise UserError(f"norm {config.norm}: max_tasks must be at least the {n_tasks} tasks, got {max_tasks}.")
+    if n_tasks > found.max_tasks:
+        raise UserError(f"norm {config.norm}: max_tasks must be at least the {n_tasks} tasks, got {found.max_tasks}.")
+    if found.takes_layout and config.batch.forward == "separate":
+        raise UserError(
+            f"norm {config.norm} needs the whole batch in one forward; set batch.forward = 'joint', got 'separate'."
+        )
+
+
+class _Network(NamedTuple):
+    has_stages: bool  # whether the backbone returns them
+    takes_layout: bool  # whether a norm does
+    max_tasks: float  # how many tasks the norms can tell apart
+
+
+# Limits of norm options that torch accepts unchecked.
+_NORM_LIMITS = {"eps": (1e-30, 1e30), "momentum": (0, 1), "max_tasks": (1, 2**20)}
 
 
 @functools.cache
-def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *registered: object) -> tuple[bool, float]:
-    """Build what the run will build, and forward two images: whether groups divide the channels only the backbone can tell.
+def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *registered: object) -> _Network:
+    """Build the backbone with the norm and forward two images: only so is it known that, say, groups divide the channels.
 
-    Returns whether the backbone has stages, and how many tasks the norm can tell apart. `registered` is what the names stand
-    for: a name may be registered anew, and the cache must notice.
+    ``registered`` is what the two names stand for: a name may be registered again, and the cache must notice.
     """
     options = norm.dict()
-    for option, (least, most) in _NORM_NUMBERS.items():
+    for option, (least, most) in _NORM_LIMITS.items():
         value = options.get(option, least)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise UserError(f"norm {norm}: {option} must be a number from {least} to {most}, got {value!r}.")
     try:
         body = backbone(name, in_channels=shape[0], image_size=shape[1:])
         has_stages = body.has_stages
-        # In training, on a CPU, two images: what else an option may break, it breaks here.
         convert(body, norm.name, **options).train()(torch.zeros(2, *shape))
     except TypeError as error:
-        raise UserError(f"norm {norm}: an option has a value of the wrong kind: {error}.") from None
+        raise UserError(f"norm {norm}: an option has a value of the wrong type: {error}.") from None
     except (ArithmeticError, AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"norm {norm}: cannot train with these options: {reason}.") from error
-    return has_stages, min((getattr(layer, "max_tasks", math.inf) for layer in body.modules()), default=math.inf)
+    max_tasks = min((getattr(layer, "max_tasks", math.inf) for layer in body.modules()), default=math.inf)
+    return _Network(has_stages, is_balanced(body), max_tasks)
 
 
 def check_data(config: RunConfig, method: Method, memory: ExemplarMemory, scenario: Scenario, source: Source) -> None:
-    """Raise if the data cannot give what the config asks for: test images, validation images or exemplars."""
+    """Raise if the data does not have what the config needs: test images, validation images, exemplars."""
     if BACKBONES.entry(config.backbone).origin != BUILT_IN:
         _check_network(config, method, image_shape(config, source))
     for task in scenario.tasks:
@@ -104,10 +118,10 @@ def check_data(config: RunConfig, method: Method, memory: ExemplarMemory, scenar
 
 
 def check_memory(method: Method, memory: ExemplarMemory, scenario: Scenario, source: Source) -> None:
-    """Whether the exemplars asked for can be had; a budget in all is a limit, one for each class is a demand."""
+    """Raise if the budget is below one exemplar a class, or above the images of a class where it is per class."""
     if not method.uses_memory or not memory.budget:
         return
-    memory.quota(scenario.n_classes)  # too small for the classes is an error now, not when the last of them arrive
+    memory.quota(scenario.n_classes)  # raises if it is too small for all classes
     if memory.per_class:
         rows = torch.cat([task.train for task in scenario.tasks])
         counts = torch.bincount(scenario.train_labels[rows].cpu(), minlength=scenario.n_classes)

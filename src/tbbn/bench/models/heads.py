@@ -64,14 +64,6 @@ class Head(nn.Module):
         """The parameters that belong to one task's classes alone."""
         return [self.weights[task]]
 
-    def freeze_old(self, frozen: bool = True) -> None:
-        """Takes the gradient from every block but the newest, or with `frozen=False` gives it back to all of them."""
-        for task in range(len(self.task_sizes) - 1):
-            for parameter in self.block(task):
-                parameter.requires_grad_(not frozen)
-                if frozen:
-                    parameter.grad = None  # an optimiser would still step along a gradient left over
-
     def joined_weights(self) -> Tensor:
         """The weights of all classes, task 0 first: (`n_classes`, ...)."""
         if not self.task_sizes:

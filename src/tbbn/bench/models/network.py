@@ -33,17 +33,6 @@ class Output:
         """The logits of each task's classes, task 0 first."""
         return self.logits.split(self.task_sizes, dim=1)
 
-    def detach(self) -> Output:
-        """The same values, cut from the graph."""
-        return Output(
-            logits=self.logits.detach(),
-            features=self.features.detach(),
-            stages=tuple(stage.detach() for stage in self.stages),
-            similarity=None if self.similarity is None else self.similarity.detach(),
-            task_sizes=self.task_sizes,
-            state={name: tensor.detach() for name, tensor in self.state.items()},
-        )
-
 
 _KEPT = "remembered."
 

@@ -1,4 +1,4 @@
-"""A run to a checkpoint and back."""
+"""The state of a run, to a checkpoint and back."""
 
 from __future__ import annotations
 
@@ -18,54 +18,63 @@ from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.record import record_from, save_record
 from tbbn.errors import UserError
 
-SMALL = 8 * 2**20  # bytes of a network whose state at each task's start is kept unless told otherwise
+SMALL = 8 * 2**20  # bytes: with save.tasks = "small", networks up to this size keep the state at each task's start
 
 
 def save(run: Run, directory: Path) -> None:
-    """Write everything the run is, between two steps."""
-    # Between two tasks the teacher is the network, and there is no need to write it twice.
-    between = run.position == Position(run.position.task)
+    """Write a checkpoint and the record; call it between two steps."""
+    keep = ""
+    if _is_between_tasks(run) and run.position.task < len(run.scenario.tasks) and _keeps_tasks(run):
+        keep = checkpoint.task_file(run.position.task)
+    checkpoint.save(directory, _values(run), _tensors(run), keep)
+    save_record(run.record, directory)
+
+
+def _is_between_tasks(run: Run) -> bool:
+    return run.position == Position(run.position.task)
+
+
+def _keeps_tasks(run: Run) -> bool:
+    """Whether the state at each task's start is kept, for ``tbbn verify --retrain-task``."""
+    if run.config.save.tasks == "small":
+        return sum(tensor.nbytes for tensor in run.network.state_dict().values()) <= SMALL
+    return run.config.save.tasks == "all"
+
+
+def _tensors(run: Run) -> dict[str, Tensor]:
     tensors = checkpoint.join("network", run.network.state_dict()) | checkpoint.join("memory", run.memory.state_dict())
     tensors |= checkpoint.join("predictions", run.record.predictions)
-    if run.previous is not None and not between:
+    if run.previous is not None and not _is_between_tasks(run):  # between tasks the teacher equals the network
         tensors |= checkpoint.join("previous", run.previous.state_dict())
     if run.best is not None:
         tensors |= checkpoint.join("best", run.best[1])
     if run.rows is not None:
         tensors |= {"rows.current": run.rows.current, "rows.memory": run.rows.memory}
     if run.optimizer is not None:
-        moved = [run.optimizer.state[p].get("momentum_buffer") for p in run.optimizer.param_groups[0]["params"]]
-        tensors |= {f"momentum.{i}": m for i, m in enumerate(moved) if m is not None}
-    tensors |= {f"totals.{i}": step.totals for i, step in enumerate(run.steps.values())}
-    state = {
+        buffers = [run.optimizer.state[p].get("momentum_buffer") for p in run.optimizer.param_groups[0]["params"]]
+        tensors |= {f"momentum.{i}": buffer for i, buffer in enumerate(buffers) if buffer is not None}
+    return tensors | {f"totals.{i}": step.totals for i, step in enumerate(run.steps.values())}
+
+
+def _values(run: Run) -> dict[str, Any]:
+    rows = run.rows
+    return {
         "config": to_toml(run.config),
         "position": asdict(run.position),
         "record": run.record.tree(),
         "task_sizes": run.network.task_sizes,
         "previous_task_sizes": None if run.previous is None else run.previous.task_sizes,
         "best": None if run.best is None else run.best[0],
-        "rows": None
-        if run.rows is None
-        else {"kind": run.rows.kind, "ratio": run.rows.ratio, "has_layout": run.rows.has_layout},
+        "rows": None if rows is None else {"kind": rows.kind, "ratio": rows.ratio, "has_layout": rows.has_layout},
         "totals": [
             {"spec": asdict(spec), "names": step.names, "count": step.count, "finite": int(step.finite_steps)}
             for spec, step in run.steps.items()
         ],
     }
-    kept = between and run.position.task < len(run.scenario.tasks) and keeps_tasks(run)
-    checkpoint.save(directory, state, tensors, checkpoint.task_file(run.position.task) if kept else "")
-    save_record(run.record, directory)
-
-
-def keeps_tasks(run: Run) -> bool:
-    """Whether the state at each task's start is kept, so that ``tbbn verify --retrain-task`` can begin there."""
-    if run.config.save.tasks == "small":
-        return sum(t.nbytes for t in run.network.state_dict().values()) <= SMALL
-    return run.config.save.tasks == "all"
 
 
 def load(run: Run, directory: Path) -> bool:
-    """Take up the state saved in a directory, if there is one; a run of another config there is an error."""
+    """Resume from the checkpoint in a folder, if there is one. A checkpoint of another config is an error."""
     found = checkpoint.load(directory)
     if found is None:
         return False
@@ -75,46 +84,39 @@ def load(run: Run, directory: Path) -> bool:
     return True
 
 
-def restore(run: Run, state: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
-    """Take up a state as it was read; ``where`` names it in errors."""
+def restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
+    """Put a run into a state that was read; ``where`` names it in errors."""
     try:
-        _restore(run, state, tensors, where)
+        _restore(run, values, tensors, where)
     except UserError:
         raise
-    except Exception as error:  # what is whole by its checksum may still be anyone's
+    except Exception as error:  # a file with a valid checksum may still hold anything
         reason = (str(error).strip().splitlines() or [""])[0][:120]
         raise UserError(
             f"{where}: its checkpoint does not fit this run ({type(error).__name__}: {reason}); delete it to begin again."
         ) from error
 
 
-def _restore(run: Run, state: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
-    run.position = Position(**state["position"])
-    at = asdict(run.position).values()
-    if not all(type(n) is int and n >= 0 for n in at) or run.position.task > len(run.scenario.tasks):
-        raise ValueError(f"there is no position {tuple(at)}")
-    for name in ("memory.index", "rows.current", "rows.memory"):
-        rows = tensors.get(name, torch.empty(0)).tolist()
-        if rows and not 0 <= min(rows) <= max(rows) < len(run.source.train.labels):
-            raise ValueError(f"{name} leads out of the data set")
+def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
+    run.position = Position(**values["position"])
+    _check(run, tensors)
     here = run.record.environment
-    run.record = record_from(state["record"], where)
+    run.record = record_from(values["record"], where)
     if here not in (run.record.environment, *run.record.resumed):
         run.record.resumed.append(here)
     run.record.predictions = checkpoint.split(tensors, "predictions")
-    run.network.restore(_on(run.device, tensors, "network"), state["task_sizes"])
-    if state["previous_task_sizes"] is not None:
+    run.network.restore(_on(run.device, tensors, "network"), values["task_sizes"])
+    if values["previous_task_sizes"] is not None:
         previous = run.make_network()
-        weights = "network" if run.position == Position(run.position.task) else "previous"
-        previous.restore(_on(run.device, tensors, weights), state["previous_task_sizes"])
+        weights = "network" if _is_between_tasks(run) else "previous"
+        previous.restore(_on(run.device, tensors, weights), values["previous_task_sizes"])
         run.previous = previous.teacher()
     run.memory.load_state_dict(checkpoint.split(tensors, "memory"))
-    if state["best"] is not None:
-        run.best = state["best"], _on(run.device, tensors, "best")
-    if state["rows"] is not None:
-        rows = state["rows"]
-        current, memory = tensors["rows.current"], tensors["rows.memory"]
-        run.rows = PhaseRows(rows["kind"], current, memory, (rows["ratio"][0], rows["ratio"][1]), rows["has_layout"])
+    if values["best"] is not None:
+        run.best = values["best"], _on(run.device, tensors, "best")
+    if (rows := values["rows"]) is not None:
+        ratio = (rows["ratio"][0], rows["ratio"][1])
+        run.rows = PhaseRows(rows["kind"], tensors["rows.current"], tensors["rows.memory"], ratio, rows["has_layout"])
     run.restored_momentum = _on(run.device, tensors, "momentum")
     run.restored_totals = {
         BatchSpec(**entry["spec"]): (
@@ -123,8 +125,19 @@ def _restore(run: Run, state: dict[str, Any], tensors: dict[str, Tensor], where:
             entry["count"],
             entry["finite"],
         )
-        for i, entry in enumerate(state["totals"])
+        for i, entry in enumerate(values["totals"])
     }
+
+
+def _check(run: Run, tensors: dict[str, Tensor]) -> None:
+    """Raise for a position or rows that this run does not have."""
+    position = tuple(asdict(run.position).values())
+    if not all(type(n) is int and n >= 0 for n in position) or run.position.task > len(run.scenario.tasks):
+        raise ValueError(f"there is no position {position}")
+    for name in ("memory.index", "rows.current", "rows.memory"):
+        rows = tensors.get(name, torch.empty(0)).tolist()
+        if rows and not 0 <= min(rows) <= max(rows) < len(run.source.train.labels):
+            raise ValueError(f"{name} has rows outside the data set")
 
 
 def _on(device: torch.device, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
