@@ -57,13 +57,10 @@ def section(title: str, work: Callable[[], Any]) -> None:
 
 def spilled() -> dict[str, int]:
     """Kernels whose values did not fit the registers, and how many: this card's compiler may not be the tests'."""
-    from tbbn.accelerators.triton import conv_kernels as convolution_code
-    from tbbn.accelerators.triton import crop as crop_code
-    from tbbn.accelerators.triton import norm_backward as triton_backward
-    from tbbn.accelerators.triton import norm_forward as triton_code
+    from tbbn.accelerators.triton import conv_kernels, crop, norm_backward, norm_forward
 
     found: dict[str, int] = {}
-    for module in (triton_code, triton_backward, convolution_code, crop_code):
+    for module in (norm_forward, norm_backward, conv_kernels, crop):
         for kernel in vars(module).values():
             for cache in getattr(kernel, "device_caches", {}).values():
                 for compiled in cache[0].values():
@@ -90,13 +87,13 @@ def check_one(shape: tuple[int, ...], dtype: str, fmt: str, residual: bool) -> d
 
     inputs = [draw(), torch.rand(shape[1], device=DEVICE) + 0.5, torch.randn(shape[1], device=DEVICE), draw()]
     inputs = [t.requires_grad_() for t in inputs[: 4 if residual else 3]]
-    beside = inputs[3] if residual else None
+    added = inputs[3] if residual else None
     exact = [t.detach().double().requires_grad_() for t in inputs]
 
     def norm() -> Tensor:
-        return kernels.planned_norm(
-            *inputs[:3], plan_of(torch.float32), EPS, relu=residual, residual=beside
-        )[0]  # fmt: skip
+        x, weight, bias = inputs[:3]
+        plan = plan_of(torch.float32)
+        return kernels.norm_act(x, None, None, weight, bias, plan, 0.0, EPS, relu=residual, residual=added)
 
     y, want = norm(), functional.reference(*exact[:3], plan_of(torch.float64), EPS)[0]
     if residual:
@@ -161,7 +158,7 @@ def convolution(n_in: int, n_out: int, side: int, size: int, stride: int) -> dic
         return [y.detach(), *found]  # with its graph it would tie what is captured later to this stream
 
     def ours(x: Tensor, g: Tensor) -> list[Tensor]:
-        return gradients(layer.convolved(x).out, x, layer.weight, g)
+        return gradients(layer.with_moments(x).out, x, layer.weight, g)
 
     def cudnn(x: Tensor, g: Tensor, weight: Tensor = layer.weight) -> list[Tensor]:
         return gradients(F.conv2d(x, weight, stride=stride, padding=size // 2), x, weight, g)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tbbn.nn import balance, convert, functional, penalty, revert, splits
+    from tbbn.nn.adab2n import AdaptiveBalancedNorm
     from tbbn.nn.comparison import (
-        AdaptiveBalancedNorm,
         BatchRenorm,
         ContinualNorm,
         GroupNorm,
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("tbbn.registry"), name)
     if name not in __all__:
         return import_module(f"tbbn.{name}")
-    for home in map(import_module, ("tbbn.nn.modules", "tbbn.nn.comparison", "tbbn.nn")):
+    for home in map(import_module, ("tbbn.nn.modules", "tbbn.nn.comparison", "tbbn.nn.adab2n", "tbbn.nn")):
         globals().update({public: getattr(home, public) for public in __all__ if hasattr(home, public)})
     return globals()[name]
 

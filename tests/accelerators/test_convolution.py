@@ -1,4 +1,4 @@
-"""The convolution as a layer: nn.Conv2d bit for bit on the CPU; networks through its kernels (see ``tests/interpreter.py``)."""
+"""The convolution as a layer: nn.Conv2d bit for bit on the CPU, and networks through its kernels (see helpers/interpreter.py)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 import tbbn
-from tbbn.accelerators.fused import Conv2d, Convolved, convolved
+from tbbn.accelerators import backend, eager
+from tbbn.accelerators.fused import Conv2d, Convolved, conv_moments
 from tbbn.bench.models.base import Features, seeded_init
 from tbbn.bench.models.resnet import BasicBlock, ResNet
 from tbbn.bench.models.small import SmallNet
 
 if RUNNING:
-    from tbbn.accelerators.triton import conv as launched
+    from tbbn.accelerators.triton import conv as conv_launch
     from tbbn.accelerators.triton import norm as kernels
-    from tbbn.accelerators.triton import norm_launch as launches
+    from tbbn.accelerators.triton import norm_launch
 
 
 @here
@@ -39,32 +40,29 @@ def float32_is_exact():
 
 @pytest.fixture
 def through(monkeypatch) -> list[int | None]:
-    """Convolutions and norms go through the kernels, on any device; the parts of the moments that each norm is given."""
+    """Convolutions and norms go through the kernels on any device. Returns the number of parts of each norm's moments."""
     parts: list[int | None] = []
-    norm = kernels.planned_norm
+    norm_act = kernels.norm_act
 
-    def planned_norm(*args: Any, moments: Tensor | None = None, **options: Any) -> Any:
+    def spied(*args: Any, moments: Tensor | None = None, **options: Any) -> Any:
         parts.append(None if moments is None else moments.shape[2])
-        return norm(*args, moments=moments, **options)
+        return norm_act(*args, moments=moments, **options)
 
     def chosen(layer: Conv2d, x: Tensor) -> Any:
-        return launched if layer._suits(x) and x.dtype != torch.float64 else None
+        return conv_launch if layer._suits(x) and x.dtype != torch.float64 else None
 
-    def norms(x: Tensor, plan: Any) -> Any:
-        return kernels if kernels.available(x, plan) else None
-
-    if INTERPRETED:  # which takes its time for every program, and little more for a large one
-        tiles = launches._tiles
+    if INTERPRETED:  # which is slow per program, however large the program
+        tiles = norm_launch._tiles
 
         def few(*args: Any) -> Any:
             found = tiles(*args)
-            large = launches._Tile(found.batch, 1024, 16)
+            large = norm_launch._Tile(found.batch, 1024, 16)
             return found._replace(sums=large, apply=large, block=16)
 
-        monkeypatch.setattr(launches, "_tiles", few)
+        monkeypatch.setattr(norm_launch, "_tiles", few)
     monkeypatch.setattr(Conv2d, "_kernels", chosen)
-    monkeypatch.setattr(kernels, "planned_norm", planned_norm)
-    monkeypatch.setattr(tbbn.nn.modules, "cuda_kernels", norms)
+    monkeypatch.setattr(kernels, "norm_act", spied)
+    monkeypatch.setattr(backend, "backends", lambda cuda: (kernels, eager))
     return parts
 
 
@@ -95,9 +93,9 @@ def test_on_the_cpu_it_is_nn_conv2d_bit_for_bit(options):
     assert list(ours.state_dict()) == list(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     x = noise(2, 16, 7, 6).requires_grad_()
-    out, again, moments = ours.convolved(x)
+    out, same, moments = ours.with_moments(x)
     want = theirs(x)
-    assert again is x and moments is None
+    assert same is x and moments is None
     assert torch.equal(ours(x), want) and torch.equal(out, want)
     ones = torch.ones_like(want)
     grads = [torch.autograd.grad(y, (x, *conv.parameters()), ones) for y, conv in ((out, ours), (want, theirs))]
@@ -121,7 +119,7 @@ def hooked(conv: Conv2d, hook: str) -> list[str]:
 
 @here
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("call", [Conv2d.__call__, Conv2d.convolved], ids=["call", "convolved"])
+@pytest.mark.parametrize("call", [Conv2d.__call__, Conv2d.with_moments], ids=["call", "with_moments"])
 def test_hooks_fire_on_the_cpu(call, hook):
     conv = layer()
     calls = hooked(conv, hook)
@@ -135,12 +133,12 @@ def test_hooks_fire_on_the_cpu(call, hook):
 def test_a_layer_with_hooks_is_called(device, through, hook):
     conv = layer(size=1).to(device)
     x = noise(2, 16, 16, 16).to(device).requires_grad_()
-    assert conv.convolved(x).moments is not None
+    assert conv.with_moments(x).moments is not None
     calls = hooked(conv, hook)
-    out, again, moments = conv.convolved(x)
+    out, same, moments = conv.with_moments(x)
     out.sum().backward()
     assert calls == [hook]
-    assert again is x and moments is None
+    assert same is x and moments is None
     assert apart(out, F.conv2d(x.double(), conv.weight.double())) < 1e-6
 
 
@@ -203,15 +201,15 @@ class Cuda(torch.Tensor):
 @on_device
 def test_the_kernels_are_chosen_by_device_type_and_tf32(device, monkeypatch):
     conv, x = layer(), noise(2, 16, 4, 4).as_subclass(Cuda)
-    assert layer().half()._kernels(x.half()) is launched
-    assert layer().bfloat16()._kernels(x.bfloat16()) is launched
+    assert layer().half()._kernels(x.half()) is conv_launch
+    assert layer().bfloat16()._kernels(x.bfloat16()) is conv_launch
     assert conv._kernels(x) is None
     assert layer().half()._kernels(x.half()[0]) is None
     assert layer().half()._kernels(noise(2, 16, 4, 4).half()) is None
     with torch.autocast("cpu", torch.float16):
-        assert conv._kernels(x) is launched
+        assert conv._kernels(x) is conv_launch
     with tf32(True):
-        assert conv._kernels(x) is launched
+        assert conv._kernels(x) is conv_launch
         assert layer().double()._kernels(x.double()) is None
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert conv._kernels(x) is None
@@ -231,9 +229,9 @@ def test_autocast_leaves_float64_alone(device):
 @on_device
 def test_moments_come_along_in_training_only(device, through):
     conv, x = layer(size=1).to(device), noise(2, 16, 16, 16).to(device)
-    trained = conv.convolved(x)
+    trained = conv.with_moments(x)
     assert trained.moments is not None
-    seen = conv.eval().convolved(x)
+    seen = conv.eval().with_moments(x)
     assert seen.moments is None
     assert torch.equal(seen.out, trained.out) and torch.equal(conv(x), trained.out)
 
@@ -245,10 +243,10 @@ def test_autocast_decides_the_type_and_gradients_return_in_the_parameters_own(de
     conv = layer(n_in, size=1, stride=2).to(device, own)
     x, grad = noise(2, n_in, 7, 6).to(device).requires_grad_(n_in == 16), noise(2, 16, 4, 3, value=1).half().to(device)
     with torch.autocast(device, torch.float16):
-        out, again, _ = conv.convolved(x)
+        out, same, _ = conv.with_moments(x)
         assert torch.equal(conv(x), out)
     assert out.dtype == torch.float16
-    assert torch.equal(again, x) and again.dtype == torch.float32  # not what was rounded for the product
+    assert torch.equal(same, x) and same.dtype == torch.float32  # not what was rounded for the product
     inputs = [t for t in (x, conv.weight) if t.requires_grad]
     got = torch.autograd.grad(out, inputs, grad)
     exact = [t.detach().half().double().requires_grad_() for t in (x, conv.weight)]
@@ -334,7 +332,7 @@ NETWORKS = {
 def test_a_resnet_through_the_kernels_is_the_plain_one_in_float64(
     device, through, monkeypatch, size, n, depths, balanced, parts
 ):
-    monkeypatch.setattr(launches, "WHOLE_LIMIT", 0)  # so that moments which come along are used
+    monkeypatch.setattr(norm_launch, "WHOLE_LIMIT", 0)  # so that known moments are used
     with seeded_init(seed()):
         net = ResNet(depths, [16] * len(depths)).to(device)
     check(net, plain_resnet, noise(n, 3, *size).to(device), balanced)
@@ -349,9 +347,9 @@ def test_pooling_before_the_relu_changes_nothing_in_the_small_network():
 
 
 @on_device
-def test_torchs_own_convolution_serves_those_who_stand_between(device):
+def test_under_transforms_the_convolution_is_torchs(device):
     conv, x = layer().half(), noise(2, 16, 4, 4).half().as_subclass(Cuda)
-    assert conv._kernels(x) is launched
+    assert conv._kernels(x) is conv_launch
     torch.func.vmap(lambda _: conv._kernels(x) is None or pytest.fail("launched"), out_dims=None)(torch.zeros(1))
     with FlopCounterMode(display=False):
         assert conv._kernels(x) is None
@@ -362,12 +360,12 @@ def test_torchs_own_convolution_serves_those_who_stand_between(device):
 def test_hooks_on_every_module_fire(device, through):
     conv, calls = layer(size=1).to(device), []
     with register_module_forward_hook(lambda module, args, out: calls.append(module)):
-        assert conv.convolved(noise(2, 16, 16, 16).to(device)).moments is None
+        assert conv.with_moments(noise(2, 16, 16, 16).to(device)).moments is None
     assert calls == [conv]
 
 
 @on_device
 def test_moments_are_for_norms_that_take_them(device, through):
     conv, x = layer(size=1).to(device), noise(2, 16, 16, 16).to(device)
-    assert convolved(conv, x, tbbn.TaskBalancedBatchNorm2d(16)).moments is not None
-    assert convolved(conv, x, nn.GroupNorm(4, 16)).moments is None
+    assert conv_moments(conv, x, tbbn.TaskBalancedBatchNorm2d(16)).moments is not None
+    assert conv_moments(conv, x, nn.GroupNorm(4, 16)).moments is None

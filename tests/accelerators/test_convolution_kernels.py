@@ -11,7 +11,7 @@ from interpreter import INTERPRETED, RUNNING, apart, equals_itself_captured, her
 from torch import Tensor
 
 if RUNNING:
-    from tbbn.accelerators.triton import conv as launched
+    from tbbn.accelerators.triton import conv as conv_launch
 
 # Triton's interpreter has no bfloat16 products.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
@@ -47,7 +47,7 @@ class Drawn(NamedTuple):
     x: Tensor
     weight: Tensor
     grad: Tensor  # of the output
-    beside: Tensor  # of the input, from elsewhere
+    shortcut: Tensor  # of the input, from elsewhere
 
 
 def draw(case: Case, device: str, dtype: torch.dtype = torch.float32, last: bool = True) -> Drawn:
@@ -91,14 +91,14 @@ CASES = {
 @on_device
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_output_and_gradients_match_float64(device, case):
-    x, weight, grad, beside = draw(case, device)
-    y, again, _ = launched.convolve(x, weight, case.stride)
+    x, weight, grad, shortcut = draw(case, device)
+    y, same, _ = conv_launch.convolve(x, weight, case.stride)
     want, want_dx, want_dweight = exact(x, weight, case.stride, grad)
-    assert torch.equal(again, x)
+    assert torch.equal(same, x)
     assert apart(y, want) < 1e-6
     if x.requires_grad:
-        dx, dweight = torch.autograd.grad((y, again), (x, weight), (grad, beside))
-        assert apart(dx, want_dx + beside.double()) < 1e-6
+        dx, dweight = torch.autograd.grad((y, same), (x, weight), (grad, shortcut))
+        assert apart(dx, want_dx + shortcut.double()) < 1e-6
     else:
         dx, dweight = x, torch.autograd.grad(y, weight, grad)[0]
     assert apart(dweight, want_dweight) < 1e-6
@@ -110,7 +110,7 @@ def test_output_and_gradients_match_float64(device, case):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_sums_are_float32_and_rounded_once(device, dtype, stride):
     x, weight, grad, _ = draw(Case(2, 16, 32, 7, 5, stride=stride), device, dtype)
-    y = launched.convolve(x, weight, stride)[0]
+    y = conv_launch.convolve(x, weight, stride)[0]
     got = (y, *torch.autograd.grad(y, (x, weight), grad))
     for a, b in zip(got, exact(x, weight, stride, grad), strict=True):
         assert a.dtype == dtype
@@ -120,19 +120,19 @@ def test_sums_are_float32_and_rounded_once(device, dtype, stride):
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gradient_from_elsewhere_is_added_before_rounding(device, dtype):
-    x, weight, grad, beside = draw(Case(2, 16, 16, 5, 4, 1), device, dtype)
-    y, again, _ = launched.convolve(x, weight, 1)
-    beside = beside * 100
-    dx = torch.autograd.grad((y, again), x, (grad, beside))[0]
+    x, weight, grad, shortcut = draw(Case(2, 16, 16, 5, 4, 1), device, dtype)
+    y, same, _ = conv_launch.convolve(x, weight, 1)
+    shortcut = shortcut * 100
+    dx = torch.autograd.grad((y, same), x, (grad, shortcut))[0]
     assert dx.dtype == dtype
-    torch.testing.assert_close(dx, (exact(x, weight, 1, grad)[1] + beside.double()).to(dtype), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(dx, (exact(x, weight, 1, grad)[1] + shortcut.double()).to(dtype), rtol=1e-6, atol=1e-5)
 
 
 @on_device
 def test_more_chunks_of_pixels_than_are_added_at_once(device, monkeypatch):
-    monkeypatch.setattr(launched, "_TILES_A_CHUNK", 1)
+    monkeypatch.setattr(conv_launch, "_TILES_A_CHUNK", 1)
     x, weight, grad, _ = draw(Case(5, 20, 16, 21, 21, 1), device)  # 35 chunks of 64
-    dweight = torch.autograd.grad(launched.convolve(x, weight, 1)[0], weight, grad)[0]
+    dweight = torch.autograd.grad(conv_launch.convolve(x, weight, 1)[0], weight, grad)[0]
     assert apart(dweight, exact(x, weight, 1, grad)[2]) < 1e-6
 
 
@@ -141,9 +141,9 @@ def test_any_memory_order_of_input_weight_and_gradients_will_do(device):
     case = Case(2, 16, 16, 4, 5, stride=2)
     results = []
     for last in (True, False):
-        x, weight, grad, beside = draw(case, device, last=last)
-        y, again, _ = launched.convolve(x, weight, 2)
-        results.append((y, *torch.autograd.grad((y, again), (x, weight), (grad, beside))))
+        x, weight, grad, shortcut = draw(case, device, last=last)
+        y, same, _ = conv_launch.convolve(x, weight, 2)
+        results.append((y, *torch.autograd.grad((y, same), (x, weight), (grad, shortcut))))
     assert not x.is_contiguous(memory_format=torch.channels_last)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -153,7 +153,7 @@ def test_gradients_may_be_expanded(device):
     x, weight, _, _ = draw(Case(2, 16, 16, 4, 5, 1), device)
     one, grads = torch.ones((), device=device), []
     for expanded in (True, False):
-        outputs = launched.convolve(x, weight, 1)[:2]
+        outputs = conv_launch.convolve(x, weight, 1)[:2]
         ones = [one.expand_as(t) if expanded else torch.ones_like(t) for t in outputs]
         grads.append(torch.autograd.grad(outputs, (x, weight), ones))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
@@ -162,11 +162,11 @@ def test_gradients_may_be_expanded(device):
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_input_gives_the_same_bits(device, dtype):
-    x, weight, grad, beside = draw(Case(3, 16, 16, 16, 16, 1), device, dtype)
+    x, weight, grad, shortcut = draw(Case(3, 16, 16, 16, 16, 1), device, dtype)
     runs = []
     for _ in range(2):
-        y, again, moments = launched.convolve(x, weight, 1, True)
-        runs.append((y, moments, *torch.autograd.grad((y, again), (x, weight), (grad, beside))))
+        y, same, moments = conv_launch.convolve(x, weight, 1, True)
+        runs.append((y, moments, *torch.autograd.grad((y, same), (x, weight), (grad, shortcut))))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -176,10 +176,10 @@ def test_images_are_read_in_their_own_type(device, dtype):
     case = Case(2, 3, 16, 7, 6)
     x, weight, grad, _ = draw(case, device)
     weight, grad = weight.detach().to(dtype).requires_grad_(), grad.to(dtype)
-    y = launched.convolve(x, weight, 1)[0]
+    y = conv_launch.convolve(x, weight, 1)[0]
     dweight = torch.autograd.grad(y, weight, grad)[0]
     assert y.dtype == dweight.dtype == dtype
-    rounded = launched.convolve(x.to(dtype), weight, 1)[0]
+    rounded = conv_launch.convolve(x.to(dtype), weight, 1)[0]
     assert torch.equal(y, rounded)
     assert torch.equal(dweight, torch.autograd.grad(rounded, weight, grad)[0])
     assert apart(dweight, exact(x.to(dtype), weight, 1, grad)[2]) < BOUNDS[dtype]
@@ -205,7 +205,7 @@ def test_moments_are_those_of_equal_parts_of_the_stored_output(device, case, par
     # A mean far off zero: squares less the square of the mean would lose their digits.
     x = (x.detach() + 100 / (case.n_in * case.size**2)).requires_grad_(x.requires_grad)
     weight = (weight.detach() + 1).requires_grad_()
-    y, _, moments = launched.convolve(x, weight, case.stride, True)
+    y, _, moments = conv_launch.convolve(x, weight, case.stride, True)
     assert moments.shape == (2, case.images, parts, case.n_out) and moments.dtype == torch.float32
     assert not moments.requires_grad
     cut = y.detach().double().flatten(2).unflatten(2, (parts, -1))  # (N, C, parts, pixels of a part)
@@ -219,22 +219,22 @@ def test_moments_are_those_of_equal_parts_of_the_stored_output(device, case, par
 )
 def test_there_are_no_moments_where_a_tile_does_not_fit_an_image(device, case):
     x, weight, _, _ = draw(case, device)
-    assert launched.convolve(x, weight, case.stride, True)[2] is None
+    assert conv_launch.convolve(x, weight, case.stride, True)[2] is None
 
 
 @on_device
 def test_there_are_no_moments_of_more_parts_than_a_norm_takes(device):
     for height, parts in ((64, 16), (68, None)):
         x, weight, _, _ = draw(Case(1, 16, 16, height, 64, 1), device)
-        moments = launched.convolve(x, weight, 1, True)[2]
+        moments = conv_launch.convolve(x, weight, 1, True)[2]
         assert (None if moments is None else moments.shape[2]) == parts
 
 
 @on_device
 def test_there_are_no_moments_unless_they_are_asked_for(device):
     x, weight, _, _ = draw(Case(1, 16, 16, 16, 16, 1), device)
-    assert launched.convolve(x, weight, 1)[2] is None
-    assert launched.convolve(x, weight, 1, True)[2] is not None
+    assert conv_launch.convolve(x, weight, 1)[2] is None
+    assert conv_launch.convolve(x, weight, 1, True)[2] is not None
 
 
 # -- What is not needed, and second derivatives ---------------------------------------------------------------------------
@@ -243,15 +243,15 @@ def test_there_are_no_moments_unless_they_are_asked_for(device):
 @on_device
 @pytest.mark.parametrize("wanted", ["x", "weight"])
 def test_a_gradient_that_nobody_wants_is_not_computed(device, wanted, monkeypatch):
-    x, weight, grad, beside = draw(Case(2, 16, 16, 5, 6, 1), device)
+    x, weight, grad, shortcut = draw(Case(2, 16, 16, 5, 6, 1), device)
     want = exact(x, weight, 1, grad)
     x, weight = x.detach().requires_grad_(wanted == "x"), weight.detach().requires_grad_(wanted == "weight")
-    y, again, _ = launched.convolve(x, weight, 1)
+    y, same, _ = conv_launch.convolve(x, weight, 1)
     if wanted == "x":
-        monkeypatch.setattr(launched, "_weight_gradient", None)
-        assert apart(torch.autograd.grad((y, again), x, (grad, beside))[0], want[1] + beside.double()) < 1e-6
+        monkeypatch.setattr(conv_launch, "_weight_gradient", None)
+        assert apart(torch.autograd.grad((y, same), x, (grad, shortcut))[0], want[1] + shortcut.double()) < 1e-6
     else:
-        monkeypatch.setattr(launched, "_launch", None)
+        monkeypatch.setattr(conv_launch, "_launch", None)
         assert apart(torch.autograd.grad(y, weight, grad)[0], want[2]) < 1e-6
 
 
@@ -259,22 +259,22 @@ def test_a_gradient_that_nobody_wants_is_not_computed(device, wanted, monkeypatc
 def test_without_gradients_there_is_no_graph(device):
     x, weight, _, _ = draw(Case(1, 16, 16, 3, 3), device)
     with torch.no_grad():
-        assert not any(t.requires_grad for t in launched.convolve(x, weight, 1)[:2])
+        assert not any(t.requires_grad for t in conv_launch.convolve(x, weight, 1)[:2])
 
 
 @on_device
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_if_only_the_input_again_is_used_its_gradient_passes(device, create_graph):
-    x, weight, _, beside = draw(Case(2, 16, 16, 3, 4), device, last=False)
-    again = launched.convolve(x, weight, 1)[1]
-    dx, dweight = torch.autograd.grad(again, (x, weight), beside, allow_unused=True, create_graph=create_graph)
-    assert torch.equal(dx, beside)
+    x, weight, _, shortcut = draw(Case(2, 16, 16, 3, 4), device, last=False)
+    same = conv_launch.convolve(x, weight, 1)[1]
+    dx, dweight = torch.autograd.grad(same, (x, weight), shortcut, allow_unused=True, create_graph=create_graph)
+    assert torch.equal(dx, shortcut)
     assert dweight is None
 
 
-def squares(y: Tensor, again: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def squares(y: Tensor, same: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The gradients of the gradients' squares."""
-    total = y.square().mean() + again.pow(3).mean()
+    total = y.square().mean() + same.pow(3).mean()
     first = torch.autograd.grad(total, inputs, create_graph=True)
     return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
 
@@ -283,8 +283,8 @@ def squares(y: Tensor, again: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tenso
 @pytest.mark.parametrize("last", [True, False], ids=["channels_last", "nchw"])
 def test_second_derivatives_are_torchs(device, last):
     x, weight, _, _ = draw(Case(2, 16, 16, 5, 4, stride=2), device, last=last)
-    y, again, _ = launched.convolve(x, weight, 2)
-    got = squares(y, again, (x, weight))
+    y, same, _ = conv_launch.convolve(x, weight, 2)
+    got = squares(y, same, (x, weight))
     inputs = tuple(t.detach().double().requires_grad_() for t in (x, weight))
     want = squares(F.conv2d(*inputs, stride=2, padding=1), inputs[0], inputs)
     for a, b in zip(got, want, strict=True):
@@ -302,7 +302,7 @@ def test_second_derivatives_pass_images_of_another_type(device):
 
     inputs = [t.detach().half().double().requires_grad_() for t in (x, weight)]
     want = curved(F.conv2d(*inputs, padding=1), inputs[1])
-    assert apart(curved(launched.convolve(x, weight, 1)[0], weight), want) < 5e-3
+    assert apart(curved(conv_launch.convolve(x, weight, 1)[0], weight), want) < 5e-3
 
 
 # -- Types that the kernels do, and a captured convolution ----------------------------------------------------------------
@@ -312,9 +312,9 @@ def test_second_derivatives_pass_images_of_another_type(device):
 @pytest.mark.parametrize("allowed", [True, False])
 def test_float32_is_available_where_torch_allows_tf32(device, allowed):
     with tf32(allowed):
-        assert launched.available(torch.bfloat16) and launched.available(torch.float16)
-        assert launched.available(torch.float32) == allowed
-        assert not launched.available(torch.float64)
+        assert conv_launch.available(torch.bfloat16) and conv_launch.available(torch.float16)
+        assert conv_launch.available(torch.float32) == allowed
+        assert not conv_launch.available(torch.float64)
 
 
 @pytest.mark.gpu
@@ -323,7 +323,7 @@ def test_float32_is_available_where_torch_allows_tf32(device, allowed):
 def test_tf32_products_are_as_good_as_tf32():
     x, weight, grad, _ = draw(Case(8, 32, 32, 16, 16), "cuda")
     with tf32(True):
-        y = launched.convolve(x, weight, 1)[0]
+        y = conv_launch.convolve(x, weight, 1)[0]
         got = (y, *torch.autograd.grad(y, (x, weight), grad))
     assert max(apart(a, b) for a, b in zip(got, exact(x, weight, 1, grad), strict=True)) < 1e-3
 
@@ -332,11 +332,11 @@ def test_tf32_products_are_as_good_as_tf32():
 @needs_gpu
 @here
 def test_a_captured_convolution_gives_the_bits_of_the_eager_one():
-    x, weight, grad, beside = draw(Case(64, 16, 16, 32, 32), "cuda", torch.bfloat16)
+    x, weight, grad, shortcut = draw(Case(64, 16, 16, 32, 32), "cuda", torch.bfloat16)
 
     def work() -> tuple[Tensor, ...]:
-        y, again, moments = launched.convolve(x, weight, 1, True)
+        y, same, moments = conv_launch.convolve(x, weight, 1, True)
         assert moments is not None
-        return y, moments, *torch.autograd.grad((y, again), (x, weight), (grad, beside))
+        return y, moments, *torch.autograd.grad((y, same), (x, weight), (grad, shortcut))
 
     assert equals_itself_captured(work)

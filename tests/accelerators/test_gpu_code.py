@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs, without one: the interpreter takes much that a compiler does not, and spills are slow."""
+"""The kernels compile for GPUs, on a machine without one, and do not spill: the interpreter accepts more than the compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from interpreter import here, tf32
 from torch import Tensor
 
 from tbbn.bench.data.augment import ResizedCrop
-from tbbn.nn.plan import Layout, PlanOptions, whole_batch
+from tbbn.nn.plan import Layout, PlanOptions
 
 triton = pytest.importorskip("triton")
 pytestmark = here
@@ -24,13 +24,13 @@ WAIT = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
 
 
 class Card:
-    """What Triton asks of a driver before it launches."""
+    """What Triton asks of a driver before it norm_launch."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
 
     def get_current_device(self) -> int:
-        return 1000 + self.capability  # compiled kernels are kept by device: never to be taken for a real one's
+        return 1000 + self.capability  # compiled kernels are cached by device: no real one has this number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -43,8 +43,8 @@ class Card:
 
 @pytest.fixture
 def compiled(request, monkeypatch, tmp_path) -> list[tuple[str, bytes]]:
-    """Launches compile instead, for an H100 if not told otherwise; names and machine code of what they compiled."""
-    from tbbn.accelerators.triton import launch as launching
+    """Launches compile only, by default for an H100. Names and machine code of the compiled kernels."""
+    from tbbn.accelerators.triton import launch
 
     found: list[tuple[str, bytes]] = []
     card = Card(getattr(request, "param", 90))
@@ -53,7 +53,7 @@ def compiled(request, monkeypatch, tmp_path) -> list[tuple[str, bytes]]:
         def compile_only(*args: Any, **options: Any) -> None:
             assert all(n > 0 for n in grid)
             asm = kernel.warmup(*args, grid=grid, **options).asm
-            # Kernels that may be put in place early, and only they, wait for what is before them before anything else.
+            # Kernels with dependent launch, and only they, wait for the kernel before them first.
             early = options.get("launch_pdl", False)
             steps = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global|cp\.async|red\.|atom\.", asm["ptx"])
             assert steps[:2] == WAIT if early else not set(steps) & set(WAIT)
@@ -65,7 +65,7 @@ def compiled(request, monkeypatch, tmp_path) -> list[tuple[str, bytes]]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.JITFunction, "__getitem__", launcher)
     monkeypatch.setattr(triton.runtime.driver, "_active", card)
-    monkeypatch.setattr(launching, "_can", lambda device: card.capability >= 90)
+    monkeypatch.setattr(launch, "supports_pdl", lambda device: card.capability >= 90)
     return found
 
 
@@ -102,26 +102,26 @@ LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
     ids=str,
 )
 def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_path):
-    from tbbn.accelerators.triton import norm_launch as launches
+    from tbbn.accelerators.triton import norm_launch
 
     plan = Layout(shape[0] * 3 // 4, shape[0] // 4, 9).plan(PlanOptions(), torch.device("cpu"), torch.float32)
     assert plan is not None
     x = torch.zeros(shape, dtype=dtype).to(memory_format=memory_format)
     weight, bias, mean, var = torch.zeros(4, shape[1]).unbind()
     counted = torch.zeros((), dtype=torch.int64)
-    running = launches.Running(mean, var, plan.running, launches.unbiased(plan, x), 0.1, counted, False)
+    running = norm_launch.Running(mean, var, plan.running, plan.running, 0.1, counted, False)
     given = (weight, bias, plan.gather, plan.scatter)
-    y, means, variances = launches.forward(x, *given, 1e-5, running, relu=True, residual=x)
-    launches.all_gradients(x, x, *given, means, variances, 1e-5, y, residual=True)
-    launches.fixed(x, mean, var, weight, bias, 1e-5, True, x)
-    whole = {"whole_forward", "whole_backward", "fixed"}
-    split = {"moments", "plan_forward", "affine", "row_sums", "plan_backward", "affine_backward", "fixed"}
+    y, means, variances = norm_launch.forward(x, *given, 1e-5, running, relu=True, residual=x)
+    norm_launch.backward(x, x, *given, means, variances, 1e-5, y, residual=True)
+    norm_launch.eval_forward(x, mean, var, weight, bias, 1e-5, True, x)
+    whole = {"whole_forward", "whole_backward", "eval_affine"}
+    split = {"moments", "plan_forward", "affine", "row_sums", "plan_backward", "affine_backward", "eval_affine"}
     check(compiled, whole if memory_format is CONTIGUOUS and shape[2] < 8 else split, tmp_path)
 
 
 def test_a_thread_has_whole_runs_of_pixels(compiled, monkeypatch):
     """Threads that shared the runs of a row would exchange their sums one row after the other; see ``ROWS_FIRST``."""
-    from tbbn.accelerators.triton import norm_launch as launches
+    from tbbn.accelerators.triton import norm_launch
 
     exchanges, warmup = [], triton.runtime.JITFunction.warmup
 
@@ -133,21 +133,22 @@ def test_a_thread_has_whole_runs_of_pixels(compiled, monkeypatch):
     monkeypatch.setattr(triton.runtime.JITFunction, "warmup", counted)
     plan = Layout(48, 16, 9).plan(PlanOptions(), torch.device("cpu"), torch.float32)
     assert plan is not None
-    launches.forward(torch.zeros(64, 32, 16, 16), None, None, plan.gather, plan.scatter, 1e-5)
+    norm_launch.forward(torch.zeros(64, 32, 16, 16), None, None, plan.gather, plan.scatter, 1e-5)
     assert exchanges[0] < 100
 
 
 @pytest.mark.parametrize("past_tasks", [0, 1, 4, 9])
 def test_plans_of_any_number_of_groups_compile(compiled, past_tasks, tmp_path):
     """From moments of parts of rows, as a convolution gives them."""
-    from tbbn.accelerators.triton import norm_launch as launches
+    from tbbn.accelerators.triton import norm_launch
+    from tbbn.accelerators.triton.norm import whole_batch
 
     plan = Layout(48, 16, past_tasks).plan(PlanOptions(), torch.device("cpu"), torch.float32)
     plan = plan or whole_batch(64, torch.device("cpu"))
     x, (weight, bias) = torch.zeros(64, 16, 32, 32, dtype=torch.bfloat16).to(memory_format=LAST), torch.zeros(2, 16)
     given = (weight, bias, plan.gather, plan.scatter)
-    y, mean, var = launches.forward(x, *given, 1e-5, relu=True, moments=torch.zeros(2, 64, 4, 16))
-    launches.all_gradients(x, x, *given, mean, var, 1e-5, y)
+    y, mean, var = norm_launch.forward(x, *given, 1e-5, relu=True, moments=torch.zeros(2, 64, 4, 16))
+    norm_launch.backward(x, x, *given, mean, var, 1e-5, y)
     check(compiled, {"plan_forward", "affine", "row_sums", "plan_backward", "affine_backward"}, tmp_path)
 
 
@@ -157,7 +158,7 @@ def test_plans_of_any_number_of_groups_compile(compiled, past_tasks, tmp_path):
     [(3, 16, 32, 3, 1), (16, 16, 32, 3, 1), (16, 32, 32, 1, 2), (32, 64, 16, 3, 2), (64, 64, 8, 3, 1)],
 )
 def test_the_convolutions_kernels_compile(compiled, n_in, n_out, side, size, stride, dtype, tmp_path):
-    from tbbn.accelerators.triton import conv as convolution_kernels
+    from tbbn.accelerators.triton import conv as conv_launch
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype).to(memory_format=LAST)
@@ -168,11 +169,11 @@ def test_the_convolutions_kernels_compile(compiled, n_in, n_out, side, size, str
         (64, n_out, side // stride, side // stride),
     )
     with tf32(True):
-        y, moments = convolution_kernels._launch(x, weight, out, stride, moments=True)
+        y, moments = conv_launch._launch(x, weight, out, stride, moments=True)
         assert moments is not None
         if n_in > 3:
-            convolution_kernels._launch(y, weight, tuple(x.shape), stride, back=True, beside=x)
-        convolution_kernels._weight_gradient(y, x, weight, stride)
+            conv_launch._launch(y, weight, tuple(x.shape), stride, back=True, added=x)
+        conv_launch._weight_gradient(y, x, weight, stride)
     check(compiled, {"convolve", "weight_sums", "fold"}, tmp_path)
 
 
@@ -193,21 +194,21 @@ def test_the_crops_kernel_compiles(compiled, rows, tmp_path):
 
 
 @pytest.mark.parametrize(("compiled", "early"), [(90, True), (80, False)], indirect=["compiled"])
-def test_small_kernels_are_put_in_place_early_where_a_card_can(compiled, early):
-    from tbbn.accelerators.triton.launch import turn
+def test_small_kernels_use_dependent_launch_where_the_gpu_can(compiled, early):
+    from tbbn.accelerators.triton.launch import launch_options
 
     small, large = torch.empty(2**21), torch.empty(2**21 + 1)
-    assert turn(small).get("launch_pdl", False) is turn(small)["AHEAD"] is early
-    assert turn(large) == {"AHEAD": False}
+    assert launch_options(small).get("launch_pdl", False) is launch_options(small)["PDL"] is early
+    assert launch_options(large) == {"PDL": False}
 
 
 @pytest.mark.parametrize(
     ("place", "capability", "early", "can"),
     [("cuda", 9, "1", True), ("cuda", 8, "1", False), ("cuda", 9, "0", False), ("cpu", 9, "1", False)],
 )
-def test_kernels_are_put_in_place_early_unless_that_is_forbidden(monkeypatch, place, capability, early, can):
-    from tbbn.accelerators.triton import launch as launching
+def test_dependent_launch_can_be_turned_off(monkeypatch, place, capability, early, can):
+    from tbbn.accelerators.triton import launch
 
-    monkeypatch.setenv("TBBN_EARLY", early)
+    monkeypatch.setenv("TBBN_PDL", early)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    assert launching._can.__wrapped__(torch.device(place)) is can
+    assert launch.supports_pdl.__wrapped__(torch.device(place)) is can

@@ -1,4 +1,4 @@
-"""What the kernels do beside the norm: a ReLU, a residual, moments that came along, rows in parts; against float64."""
+"""What the kernels fuse with the norm: ReLU, residual, known moments, rows in parts, batch norm in eval mode; against float64."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import RUNNING, apart, here, interpret, on_device
-from planned import EPS, MOMENTUM, buffers, compare, draw, literal, make_plan
+from planned import buffers, compare, draw, literal, make_plan, triton_norm
 from torch import Tensor
 
 import tbbn
+from tbbn.accelerators import backend, eager
+from tbbn.accelerators.fused import FusedBatchNorm2d, accelerate, norm_act
 
 if RUNNING:
     from tbbn.accelerators.triton import norm as kernels
-    from tbbn.accelerators.triton import norm_launch as launches
+    from tbbn.accelerators.triton import norm_forward, norm_launch
 
 
 @here
@@ -25,9 +27,9 @@ def test_the_passes_pass_on_the_interpreter():
 
 @pytest.fixture(params=[True, False], ids=["whole", "split"])
 def whole(request, monkeypatch):
-    """Both ways to the moments: in the tile that is normalised, and in a launch of their own."""
+    """Moments from the tile that is normalised, or from a launch of their own."""
     if not request.param:
-        monkeypatch.setattr(launches, "WHOLE_LIMIT", 0)
+        monkeypatch.setattr(norm_launch, "WHOLE_LIMIT", 0)
 
 
 @on_device
@@ -37,10 +39,10 @@ def whole(request, monkeypatch):
 )
 def test_a_relu_and_a_residual_are_part_of_the_pass(device, whole, last, relu, with_residual):
     x, weight, bias, g = draw((16, 5, 3, 3), device, last=last)
-    beside = draw((16, 5, 3, 3), device, offset=-1.0, last=last)[3].detach().requires_grad_()
+    residual = draw((16, 5, 3, 3), device, offset=-1.0, last=last)[3].detach().requires_grad_()
     plan = make_plan(12, 4, 9, device)
-    y, _, _ = kernels.planned_norm(x, weight, bias, plan, EPS, relu=relu, residual=beside if with_residual else None)
-    inputs = [x, weight, bias] + [beside] * with_residual
+    y = triton_norm(x, weight, bias, plan, relu=relu, residual=residual if with_residual else None)
+    inputs = [x, weight, bias] + [residual] * with_residual
     exact = [t.detach().double().requires_grad_() for t in inputs]
     want = literal(*exact[:3], 12, plan.gather.shape[0])[0]
     want = want + exact[3] if with_residual else want
@@ -55,7 +57,7 @@ def test_a_relu_and_a_residual_are_part_of_the_pass(device, whole, last, relu, w
 @on_device
 @pytest.mark.parametrize("relu", [True, False], ids=["relu", ""])
 def test_nothing_is_saved_that_batch_norm_would_not_save(device, relu):
-    x, weight, bias, beside = draw((8, 2, 3, 3), device)
+    x, weight, bias, residual = draw((8, 2, 3, 3), device)
     saved: set[int] = set()
 
     def pack(t: Tensor) -> Tensor:
@@ -64,8 +66,8 @@ def test_nothing_is_saved_that_batch_norm_would_not_save(device, relu):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         plan = make_plan(6, 2, 3, device)
-        y, _, _ = kernels.planned_norm(x, weight, bias, plan, EPS, relu=relu, residual=beside.requires_grad_())
-    assert x.data_ptr() in saved and beside.data_ptr() not in saved
+        y = triton_norm(x, weight, bias, plan, relu=relu, residual=residual.requires_grad_())
+    assert x.data_ptr() in saved and residual.data_ptr() not in saved
     assert (y.data_ptr() in saved) == relu
 
 
@@ -73,7 +75,7 @@ def test_nothing_is_saved_that_batch_norm_would_not_save(device, relu):
 @pytest.mark.parametrize(("pixels", "inside"), [(4, False), (8, True), (256, True), (257, False)])
 def test_sums_over_parts_lie_in_a_small_output_that_has_the_room(device, pixels, inside):
     out, (first, second) = torch.empty(8, 2, pixels, device=device), torch.empty(2, 8, 2, device=device)
-    one, two = launches._parts(first, second, 4, out)
+    one, two = norm_launch._parts(first, second, 4, out)
     assert one.shape == two.shape == (32, 2) and one.data_ptr() != two.data_ptr()
     assert (one.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()) is inside
 
@@ -82,14 +84,14 @@ def test_sums_over_parts_lie_in_a_small_output_that_has_the_room(device, pixels,
 @pytest.mark.parametrize("relu", [True, False], ids=["relu", ""])
 def test_second_derivatives_pass_a_relu_and_a_residual(device, relu):
     x, weight, bias, g = draw((8, 2, 3, 3), device)
-    beside = g.detach().flip(0).requires_grad_()
+    residual = g.detach().flip(0).requires_grad_()
     plan = make_plan(6, 2, 3, device)
 
     def penalty(out, inputs):
         return sum(t.square().sum() for t in torch.autograd.grad(out.square().sum(), inputs, create_graph=True))
 
-    inputs = (x, weight, bias, beside)
-    y = kernels.planned_norm(x, weight, bias, plan, EPS, relu=relu, residual=beside)[0]
+    inputs = (x, weight, bias, residual)
+    y = triton_norm(x, weight, bias, plan, relu=relu, residual=residual)
     got = torch.autograd.grad(penalty(y, inputs), inputs)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     want_y = literal(*exact[:3], 6, 2)[0] + exact[3]
@@ -102,26 +104,37 @@ def test_second_derivatives_pass_a_relu_and_a_residual(device, relu):
 @on_device
 def test_a_residual_of_another_type_is_added_after_the_norm(device):
     x, weight, bias, _ = draw((8, 2, 3, 3), device, dtype=torch.bfloat16)
-    beside = torch.randn(8, 2, 3, 3, device=device)
+    residual = torch.randn(8, 2, 3, 3, device=device)
     plan = make_plan(6, 2, 3, device)
-    plain = kernels.planned_norm(x, weight, bias, plan, EPS)[0]
-    y = kernels.planned_norm(x, weight, bias, plan, EPS, relu=True, residual=beside)[0]
-    assert torch.equal(y, (plain + beside).to(torch.bfloat16).relu())
+    plain = triton_norm(x, weight, bias, plan)
+    y = triton_norm(x, weight, bias, plan, relu=True, residual=residual)
+    assert torch.equal(y, (plain + residual).to(torch.bfloat16).relu())
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The Triton backend is first on any device: on the CPU it is interpreted."""
+    monkeypatch.setattr(backend, "backends", lambda cuda: (kernels, eager))
+
+
+def fused(norm: torch.nn.BatchNorm2d) -> FusedBatchNorm2d:
+    return accelerate(copy.deepcopy(norm), torch.device("cuda"))
 
 
 @on_device
-def test_a_layer_that_is_told_nothing_is_batch_norm_by_the_same_kernels(device, monkeypatch):
-    monkeypatch.setattr(tbbn.nn.modules, "cuda_kernels", lambda x, plan: kernels)
+@pytest.mark.parametrize("make", [fused, lambda norm: tbbn.convert(copy.deepcopy(norm))], ids=["fused", "tbbn"])
+def test_without_a_plan_the_kernels_are_batch_norm(device, make, chosen):
     x, weight, bias, g = draw((8, 3, 4, 4), device)
-    beside = g.detach().flip(0)
+    residual = g.detach().flip(0)
     norm = torch.nn.BatchNorm2d(3, device=device)
     with torch.no_grad():
         norm.weight.copy_(weight)
         norm.bias.copy_(bias)
-    ours = tbbn.convert(copy.deepcopy(norm))
+    ours = make(norm)
+    assert ours.state_dict().keys() == norm.state_dict().keys()
     for _ in range(2):
-        y = tbbn.nn.normed(ours, x, residual=beside)
-        want = F.relu(norm(x) + beside)
+        y = norm_act(ours, x, residual=residual)
+        want = F.relu(norm(x) + residual)
     assert apart(y, want) < 1e-6
     assert ours.num_batches_tracked.item() == 2
     assert max(apart(ours.running_mean, norm.running_mean), apart(ours.running_var, norm.running_var)) < 1e-6
@@ -131,8 +144,28 @@ def test_a_layer_that_is_told_nothing_is_batch_norm_by_the_same_kernels(device, 
         strict=True,
     ):
         assert apart(a, b) < 1e-5
+    assert apart(ours(x), norm(x)) < 1e-6 and "Triton" in type(ours(x).grad_fn).__name__
     norm.load_state_dict(ours.state_dict())
     assert torch.equal(ours.eval()(x), norm.eval()(x))
+
+
+@on_device
+def test_fused_batch_norm_takes_the_plan_of_the_whole_batch_and_nothing_else(device, chosen, monkeypatch):
+    """The bench's batch norm on a GPU: the launch it always had, argument by argument."""
+    seen, forward = [], norm_launch.forward
+    monkeypatch.setattr(norm_launch, "forward", lambda *args: seen.append(args) or forward(*args))
+    norm = fused(torch.nn.BatchNorm2d(3, device=device))
+    x = torch.randn(8, 3, 4, 4, device=device)
+    norm(x)
+    ((given, weight, bias, gather, scatter, eps, running, relu, residual, moments),) = seen
+    plan = kernels.whole_batch(8, x.device)
+    assert (
+        given is x and weight is norm.weight and bias is norm.bias and gather is plan.gather and scatter is plan.scatter
+    )
+    assert running.mean is norm.running_mean and running.var is norm.running_var
+    assert running.batches is norm.num_batches_tracked and running.momentum == 0.1
+    assert running.unbiased.tolist() == pytest.approx([8 * 16 / (8 * 16 - 1)])
+    assert (eps, relu, residual, moments, running.total) == (norm.eps, False, None, None, False)
 
 
 PARTS = {
@@ -148,10 +181,10 @@ PARTS = {
 @on_device
 @pytest.mark.parametrize("name", PARTS)
 def test_rows_are_summed_in_parts_where_programs_would_be_few(device, name, monkeypatch):
-    monkeypatch.setattr(launches, "WHOLE_LIMIT", 0)
+    monkeypatch.setattr(norm_launch, "WHOLE_LIMIT", 0)
     case, last = dict(PARTS[name]), name.startswith("channels_last")
     rows, channels, height, width = case["shape"]
-    tiles = launches._tiles(rows, channels, height * width, 2, last, 4, launches.WHOLE_LIMIT)
+    tiles = norm_launch._tiles(rows, channels, height * width, 2, last, 4, norm_launch.WHOLE_LIMIT)
     assert not tiles.whole and tiles.parts == case.pop("parts")
     assert max(compare(**case, past=3, device=device, current=2, last=last)) < 5e-6
 
@@ -167,11 +200,11 @@ def test_known_moments_give_what_the_pass_over_the_input_gives(device, whole, pa
 
     def work(moments: Tensor | None) -> list[Tensor]:
         running = buffers(3, device)
-        y, mean, var = kernels.planned_norm(x, weight, bias, plan, EPS, *running, MOMENTUM, moments=moments)
-        return [y, mean, var, *running, *torch.autograd.grad(y, (x, weight, bias), g)]
+        y = triton_norm(x, weight, bias, plan, running, moments=moments)
+        return [y, *running, *torch.autograd.grad(y, (x, weight, bias), g)]
 
     want = work(None)
-    monkeypatch.setattr(launches.triton_code, "moments", None)  # the pass that is spared
+    monkeypatch.setattr(norm_forward, "moments", None)  # the pass that is saved
     for a, b in zip(work(moments), want, strict=True):
         assert apart(a, b) < 1e-5
 
@@ -179,8 +212,7 @@ def test_known_moments_give_what_the_pass_over_the_input_gives(device, whole, pa
 @on_device
 @pytest.mark.parametrize("shape", [(6, 16, 8, 8), (3, 5, 7, 7), (70, 3, 2, 2), (9, 12)], ids=str)
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", ""])
-def test_at_test_time_the_norm_and_what_follows_it_are_batch_norms(device, shape, affine, monkeypatch):
-    monkeypatch.setattr(tbbn.nn.modules, "cuda_kernels", lambda x, plan: kernels)
+def test_in_eval_mode_the_fused_pass_is_batch_norm_and_what_follows(device, shape, affine, chosen):
     kind = torch.nn.BatchNorm2d if len(shape) == 4 else torch.nn.BatchNorm1d
     norm = kind(shape[1], affine=affine, device=device)
     with torch.no_grad():
@@ -190,58 +222,55 @@ def test_at_test_time_the_norm_and_what_follows_it_are_batch_norms(device, shape
             parameter.normal_()
     ours, norm = tbbn.convert(copy.deepcopy(norm)).eval(), norm.double().eval()
     for last in (False, True) if len(shape) == 4 else (False,):
-        x, _, _, beside = (t.detach() for t in draw(shape, device, last=last))
-        for relu, residual in ((True, None), (True, beside), (False, beside)):
+        x, _, _, other = (t.detach() for t in draw(shape, device, last=last))
+        for relu, residual in ((True, None), (True, other), (False, other)):
             with torch.no_grad():
-                got = tbbn.nn.normed(ours, x, relu=relu, residual=residual)
+                got = norm_act(ours, x, relu=relu, residual=residual)
                 want = norm(x.double()) if residual is None else norm(x.double()) + residual
             assert apart(got, want.relu() if relu else want) < 1e-6
             assert got.stride() == x.stride()
 
 
 @on_device
-def test_at_test_time_whoever_asks_for_gradients_gets_them(device, monkeypatch):
-    monkeypatch.setattr(tbbn.nn.modules, "cuda_kernels", lambda x, plan: kernels)
-    monkeypatch.setattr(launches, "fixed", None)  # has no gradient
+def test_in_eval_mode_gradients_are_there_if_they_are_enabled(device, chosen, monkeypatch):
+    monkeypatch.setattr(norm_launch, "eval_forward", None)  # has no gradient
     ours = tbbn.convert(torch.nn.BatchNorm2d(3, device=device)).eval()
     x = torch.randn(4, 3, 2, 2, device=device, requires_grad=True)
-    tbbn.nn.normed(ours, x).sum().backward()
+    norm_act(ours, x).sum().backward()
     assert x.grad is not None
 
 
 @on_device
-def test_at_test_time_the_launch_is_taken_only_where_it_can_be(device, monkeypatch):
-    taken, fixed = [], launches.fixed
-    monkeypatch.setattr(launches, "fixed", lambda *args: taken.append(1) or fixed(*args))
-    monkeypatch.setattr(
-        tbbn.nn.modules, "cuda_kernels", lambda x, plan: kernels if kernels.available(x, plan) else None
-    )
+def test_in_eval_mode_the_kernel_is_used_only_where_it_can_be(device, chosen, monkeypatch):
+    taken, fixed = [], norm_launch.eval_forward
+    monkeypatch.setattr(norm_launch, "eval_forward", lambda *args: taken.append(1) or fixed(*args))
     x, weight, bias, g = (t.detach() for t in draw((3, 5, 4, 4), device))
     norm = tbbn.TaskBalancedBatchNorm2d(5).to(device).eval()
     norm.load_state_dict({**norm.state_dict(), "running_mean": bias, "running_var": weight})
     want = F.relu(F.batch_norm(x.double(), bias.double(), weight.double()) + g.double())
     with torch.no_grad():
-        assert apart(tbbn.nn.normed(norm, x, residual=g), want) < 1e-6
-        assert apart(tbbn.nn.normed(norm, x.half(), residual=g.half()), want) < 1e-3
+        assert apart(norm_act(norm, x, residual=g), want) < 1e-6
+        assert apart(norm_act(norm, x.half(), residual=g.half()), want) < 1e-3
         assert len(taken) == 2
-        assert apart(tbbn.nn.normed(norm, x, residual=g.double()), want) < 1e-6
-        assert apart(tbbn.nn.normed(norm.double(), x.double(), residual=g), want) < 1e-6
-        tbbn.nn.normed(tbbn.TaskBalancedBatchNorm2d(5, track_running_stats=False).to(device).eval(), x)
-    assert len(taken) == 2
+        assert apart(norm_act(norm, x, residual=g.double()), want) < 1e-6
+        assert len(taken) == 3  # the residual is added after it
+        assert apart(norm_act(norm.double(), x.double(), residual=g), want) < 1e-6
+        norm_act(tbbn.TaskBalancedBatchNorm2d(5, track_running_stats=False).to(device).eval(), x)
+    assert len(taken) == 3
 
 
 @on_device
 def test_a_row_has_no_more_parts_than_the_plan_can_join(device):
-    assert launches._tiles(1, 1, 2**16, 1, False, 4, launches.WHOLE_LIMIT).parts == launches.MOST_PARTS
+    assert norm_launch._tiles(1, 1, 2**16, 1, False, 4, norm_launch.WHOLE_LIMIT).parts == norm_launch.MOST_PARTS
 
 
 @on_device
-def test_at_test_time_those_who_stand_between_get_batch_norm(device, monkeypatch):
-    monkeypatch.setattr(tbbn.nn.modules, "cuda_kernels", lambda x, plan: pytest.fail("launched"))
+def test_in_eval_mode_transforms_get_batch_norm(device, chosen, monkeypatch):
+    monkeypatch.setattr(kernels, "norm_act", lambda *args, **options: pytest.fail("launched"))
     ours = tbbn.convert(torch.nn.BatchNorm2d(3, device=device)).eval()
     x = torch.randn(5, 4, 3, 2, 2, device=device)
     with torch.no_grad():
-        got = torch.func.vmap(lambda row: tbbn.nn.normed(ours, row))(x)
+        got = torch.func.vmap(lambda row: norm_act(ours, row))(x)
     assert torch.equal(
         got, torch.stack([F.relu(F.batch_norm(row, ours.running_mean, ours.running_var, eps=ours.eps)) for row in x])
     )

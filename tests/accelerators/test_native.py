@@ -1,4 +1,4 @@
-"""The compiled CPU kernel: the same layer as the literal form, whatever the layout, and never in the way where it cannot run."""
+"""The native backend: equal to the literal form for any strides and plan, and skipped for inputs it cannot take."""
 
 import warnings
 
@@ -10,6 +10,7 @@ from literal import split_by_split, splits_by_trial
 from torch import nn
 
 import tbbn
+from tbbn.accelerators.backend import find
 from tbbn.accelerators.native import binding as native
 from tbbn.nn.functional import task_balanced_batch_norm
 from tbbn.nn.plan import Layout, PlanOptions, make_layout
@@ -19,7 +20,7 @@ compiled = pytest.mark.skipif(native.library() is None, reason=f"C kernel: {nati
 
 
 def is_compiled(y):
-    return "_Compiled" in type(y.grad_fn).__name__
+    return "_NativeNorm" in type(y.grad_fn).__name__
 
 
 @st.composite
@@ -85,7 +86,7 @@ def test_output_gradients_and_running_statistics_equal_the_literal_form(problem)
     "options", [{}, {"rule": "uneven"}, {"memory": "own"}, {"total_variance": True}, {"kind": "weighted"}]
     + [{"case": case} for case in (1, 2, 4)], ids=str,
 )  # fmt: skip
-def test_every_plan_equals_the_pytorch_form_in_double(options, last):
+def test_every_plan_equals_the_eager_backend_in_double(options, last):
     torch.manual_seed(0)
     x, grad = torch.randn(64, 20, 5, 5) * 2 + 7, torch.randn(64, 20, 5, 5)
     if last:
@@ -104,7 +105,7 @@ def test_every_plan_equals_the_pytorch_form_in_double(options, last):
 
 
 @compiled
-def test_averaged_statistics_are_left_to_the_pytorch_form():
+def test_averaged_statistics_are_left_to_the_eager_backend():
     plan = Layout(48, 16, 3).plan(PlanOptions(case=3), CPU, SINGLE)
     assert not is_compiled(
         task_balanced_batch_norm(torch.randn(64, 3, 4), None, None, torch.ones(3).requires_grad_(), None, plan)
@@ -186,7 +187,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(shape):
 
 
 @compiled
-def test_second_derivatives_are_the_pytorch_forms():
+def test_second_derivatives_are_the_references():
     torch.manual_seed(0)
     leaves, second = [torch.randn(s) for s in ((8, 3, 4), (3,), (3,))], []
     for dtype in (SINGLE, DOUBLE):
@@ -281,7 +282,7 @@ def test_tensors_without_memory_of_their_own_do_not_reach_the_kernel():
     plan, x = Layout(6, 2, 2).plan(PlanOptions(), CPU, SINGLE), torch.randn(8, 3, 4)
 
     def asked(t):
-        seen.append(native.layout(t, None, None, None, None, plan) is not None)
+        seen.append(find(t, None, None, None, None, plan) is native)
         return t
 
     seen: list[bool] = []

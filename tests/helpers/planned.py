@@ -1,4 +1,4 @@
-"""Batches for the kernels of the norm, and the errors of what they make of one against float64."""
+"""Batches for the norm's Triton kernels, and their errors against float64."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def make_plan(n_current: int, n_memory: int, past: int, device: str, dtype=torch
     return plan
 
 
+def triton_norm(
+    x, weight, bias, plan, running=(None, None), momentum=MOMENTUM, relu=False, residual=None, moments=None
+):
+    """The Triton backend, called by the protocol."""
+    return kernels.norm_act(
+        x, *running, weight, bias, plan, momentum, EPS, relu=relu, residual=residual, moments=moments
+    )  # fmt: skip
+
+
 def draw(shape, device, dtype=torch.float32, offset=1.0, last=False) -> list[Tensor]:
     """Input, weight, bias, gradient."""
     generator = torch.Generator().manual_seed(sum(shape))
@@ -60,7 +69,7 @@ def compare(shape, past, device, current=None, dtype=torch.float32, offset=1.0, 
     plan = make_plan(current, shape[0] - current, past, device, rule=rule)
     x, weight, bias, g = draw(shape, device, dtype, offset, last)
     running = buffers(shape[1], device)
-    y, _, _ = kernels.planned_norm(x, weight, bias, plan, EPS, *running, MOMENTUM, relu=relu)
+    y = triton_norm(x, weight, bias, plan, running, relu=relu)
     assert y.dtype == dtype and y.stride() == x.stride()
     got = (y, *torch.autograd.grad(y, (x, weight, bias), g), *running)
     assert got[1].dtype == dtype and got[1].stride() == x.stride()

@@ -1,7 +1,6 @@
-"""A convolution that is `nn.Conv2d`, and on a GPU, in bf16, fp16 or tf32 and where channels are few, has kernels of its own.
+"""Fused operations for the bench's own networks: convolution, norm, ReLU and shortcut in fewer passes on a GPU.
 
-cuDNN's tiles are made for many channels: at the 16 to 64 of a CIFAR network it takes two to four times as long. What is gained
-beside: the convolution hands the first pass of the norm after it along, and adds a shortcut's gradient to its own.
+On a CPU, and wherever the kernels cannot take the inputs, each function here is the plain torch module and what follows it.
 """
 
 from __future__ import annotations
@@ -12,58 +11,131 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from tbbn.accelerators.native.binding import intercepted
+from tbbn.accelerators.backend import find
+from tbbn.accelerators.eager import activate
+from tbbn.accelerators.transforms import under_transform
 from tbbn.accelerators.triton import TRITON
-from tbbn.nn.modules import PlannedNorm
+from tbbn.nn.functional import task_balanced_batch_norm
+from tbbn.nn.modules import PlannedNorm, arguments
+from tbbn.nn.plan import Plan
 
 _MOST_CHANNELS = 64
-_MOST_PIXELS = 2**17  # of a batch; above it cuDNN has enough to do
+_MOST_PIXELS = 2**17  # of a batch; above it cuDNN is as fast
+
+
+class FusedBatchNorm2d(nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` by this package's kernels, where there are any: :func:`norm_act` fuses it with what follows.
+
+    Unlike cuDNN's, the kernels let runs on several streams share a GPU, and the same input always gives the same bits.
+    """
+
+    is_batch_norm_in_eval = True  # so tbbn.revert makes it nn.BatchNorm2d again
+    output_statistics = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        return task_balanced_batch_norm(*arguments(self, x, self.plan_of(x)))
+
+    def plan_of(self, x: Tensor) -> Plan | None:
+        self._check_input_dim(x)
+        return None
+
+
+_FUSABLE = (PlannedNorm, FusedBatchNorm2d)
+
+
+def accelerate(module: nn.Module, device: torch.device) -> nn.Module:
+    """For a GPU with Triton, turn every ``nn.BatchNorm2d`` in ``module`` into :class:`FusedBatchNorm2d`, in place."""
+    if device.type == "cuda" and TRITON:
+        for layer in module.modules():
+            if type(layer) is nn.BatchNorm2d:
+                layer.__class__ = FusedBatchNorm2d  # only the forward differs
+    return module
+
+
+def norm_act(
+    norm: nn.Module, x: Tensor, *, relu: bool = True, residual: Tensor | None = None, moments: Tensor | None = None
+) -> Tensor:
+    """``relu(norm(x) + residual)`` for any norm, in one pass if a backend can; ReLU and residual are optional.
+
+    ``moments`` of ``x``, as :func:`conv_moments` returns them, save the norm a pass.
+    """
+    if not isinstance(norm, _FUSABLE) or norm.output_statistics or torch.compiler.is_compiling() or _hooked(norm):
+        return activate(norm(x), relu, residual)
+    if not norm.training:
+        return _eval_act(norm, x, relu, residual)
+    given = arguments(norm, x, norm.plan_of(x))
+    backend = find(*given[:6])
+    if backend is None:
+        return activate(task_balanced_batch_norm(*given), relu, residual)
+    return backend.norm_act(*given, relu=relu, residual=residual, moments=moments)
+
+
+def _eval_act(norm: nn.BatchNorm2d | PlannedNorm, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
+    mean, var = norm.running_mean, norm.running_var
+    if (relu or residual is not None) and mean is not None and var is not None and not torch.is_grad_enabled():
+        backend = find(x, mean, var, norm.weight, norm.bias, None)
+        if backend is not None:
+            return backend.norm_act(
+                x, mean, var, norm.weight, norm.bias, None, 0.0, norm.eps,
+                relu=relu, residual=residual, training=False,
+            )  # fmt: skip
+    return activate(norm(x), relu, residual)
 
 
 class Convolved(NamedTuple):
-    """What a convolution gives to a block: its output, its input again, and the output's moments if they came along.
-
-    What is done with ``again`` sends its gradient through the convolution, which adds it to its own in the same pass.
-    """
+    """What :func:`conv_moments` returns."""
 
     out: Tensor
-    again: Tensor
-    moments: Tensor | None  # (2, N, parts, C): means and variances of equal parts of every image
+    x: Tensor  # the input, for the shortcut: the convolution adds the shortcut's gradient to its own in the same pass
+    moments: Tensor | None  # (2, N, parts, C): means and variances of equal parts of every output image
+
+
+def conv_moments(conv: nn.Module, x: Tensor, norm: nn.Module) -> Convolved:
+    """A convolution followed by ``norm``, with the moments that :func:`norm_act` takes, if both can."""
+    if isinstance(conv, Conv2d):
+        return conv.with_moments(x, moments=isinstance(norm, _FUSABLE))
+    return Convolved(conv(x), x, None)
 
 
 class Conv2d(nn.Conv2d):
-    """`nn.Conv2d`, faster where it can be."""
+    """``nn.Conv2d`` with kernels for few channels on a GPU, in bf16, fp16 or tf32.
+
+    cuDNN's tiles are made for many channels: with the 16 to 64 of a CIFAR network it takes two to four times as long.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         kernels = self._kernels(x)
-        return super().forward(x) if kernels is None else self._launched(kernels, x, False).out
+        return super().forward(x) if kernels is None else self._launch(kernels, x, False).out
 
-    def convolved(self, x: Tensor, *, moments: bool = True) -> Convolved:
-        """The convolution and what rides along with it: moments in training, if they are wanted and the kernels can."""
+    def with_moments(self, x: Tensor, *, moments: bool = True) -> Convolved:
+        """The convolution and, in training, the moments of its output, if they are wanted and the kernels have them."""
         kernels = self._kernels(x)
-        hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        if kernels is None or any(hooks) or _has_any_global_hook():
+        if kernels is None or _hooked(self):
             return Convolved(self(x), x, None)
-        return self._launched(kernels, x, moments and self.training)
+        return self._launch(kernels, x, moments and self.training)
 
-    def _launched(self, kernels: Any, x: Tensor, moments: bool) -> Convolved:
-        weight = self.weight.to(_computed_in(x))
-        if x.dtype == weight.dtype or not x.requires_grad:  # images are turned as they are read
+    def _launch(self, kernels: Any, x: Tensor, moments: bool) -> Convolved:
+        weight = self.weight.to(_compute_dtype(x))
+        if x.dtype == weight.dtype or not x.requires_grad:  # the kernel converts images as it reads them
             return Convolved(*kernels.convolve(x, weight, self.stride[0], moments))
         out, _, found = kernels.convolve(x.to(weight.dtype), weight, self.stride[0], moments)
-        return Convolved(out, x, found)  # the input itself, not what was rounded for the product
+        return Convolved(out, x, found)  # the shortcut takes the input itself, not its rounded copy
 
     def _kernels(self, x: Tensor) -> Any:
-        """The module of kernels, if this is a case for them; its import imports Triton."""
+        """The module of kernels, if they support this convolution. Its import imports Triton."""
         if not (isinstance(x, Tensor) and x.is_cuda and TRITON and self._suits(x)):
             return None
-        if torch.compiler.is_compiling() or intercepted():
+        if torch.compiler.is_compiling() or under_transform():
             return None
-        from tbbn.accelerators.triton import conv as convolution_kernels
+        from tbbn.accelerators.triton import conv as conv_launch
 
-        dtype = _computed_in(x)
-        same = torch.is_autocast_enabled(x.device.type) or self.weight.dtype == dtype  # otherwise torch's own error
-        return convolution_kernels if same and convolution_kernels.available(dtype) else None
+        dtype = _compute_dtype(x)
+        same = (
+            torch.is_autocast_enabled(x.device.type) or self.weight.dtype == dtype
+        )  # otherwise torch raises its error
+        return conv_launch if same and conv_launch.available(dtype) else None
 
     def _suits(self, x: Tensor) -> bool:
         middle = self.kernel_size[0] // 2
@@ -83,15 +155,15 @@ class Conv2d(nn.Conv2d):
         )
 
 
-def convolved(conv: nn.Module, x: Tensor, norm: nn.Module) -> Convolved:
-    """Any convolution in front of a norm, with moments where the norm takes them."""
-    if isinstance(conv, Conv2d):
-        return conv.convolved(x, moments=isinstance(norm, PlannedNorm))
-    return Convolved(conv(x), x, None)
+def _hooked(module: nn.Module) -> bool:
+    """Whether calling the module would run hooks: then it must be called."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ) or _has_any_global_hook()  # fmt: skip
 
 
-def _computed_in(x: Tensor) -> torch.dtype:
-    """The type in which autocast would have it."""
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The type in which autocast would compute a convolution of ``x``."""
     device = x.device.type
     cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if cast else x.dtype

@@ -1,16 +1,16 @@
-"""Normalisation layers: task-balanced batch norm and what it is compared with."""
+"""Normalisation layers: task-balanced batch norm and the norms it is compared with."""
 
-from tbbn.nn.comparison import penalty
-from tbbn.nn.convert import balance, convert, is_balanced, revert
-from tbbn.nn.modules import normed
+from tbbn.nn.adab2n import penalty
+from tbbn.nn.balancing import balance, is_balanced, wants_task_ids
+from tbbn.nn.convert import convert, revert
 from tbbn.nn.plan import splits
 
 __all__ = [
     "balance",
     "convert",
     "is_balanced",
-    "normed",
     "penalty",
     "revert",
     "splits",
+    "wants_task_ids",
 ]

@@ -1,7 +1,7 @@
-"""The other normalisation layers of the comparison, each with batch norm's constructor so that any model can take it.
+"""The norms that task-balanced batch norm is compared with: IN, GN, SN, BRN, CN. AdaB2N has a file of its own.
 
-All accept (N, C, *) input. Where the code released with the paper departs from a layer's own publication, the publication is
-the default and the departure an option (docs/norms.md lists them).
+Each has batch norm's constructor, so that ``tbbn.convert`` can put it into any model, and accepts (N, C, ...) input. The default
+is the norm as published; where the code released with the paper differs, an option gives that (docs/norms.md lists them).
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.errors import UserError
-from tbbn.nn.functional import move, statistics_dtype
-from tbbn.nn.modules import BalancedNorm, recomputing
-from tbbn.nn.plan import Layout
+from tbbn.nn.functional import statistics_dtype, update_average
 
 
 class AnyDims:
@@ -34,13 +32,13 @@ def check_groups(owner: str, groups: int, channels: int, name: str = "groups") -
 
 
 def pixels_last(x: Tensor) -> Tensor:
-    """``x`` (N, C, ...) as (N, C, pixels) in the type statistics are computed in."""
+    """``x`` (N, C, ...) as (N, C, pixels), in the precision of the statistics."""
     x = x.to(statistics_dtype(x))
     return x.flatten(2) if x.dim() > 2 else x.unsqueeze(2)
 
 
-def scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """The affine map of a norm, channel by channel, where it has one."""
+def apply_affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Multiply by the weight and add the bias of each channel, if there are any."""
     shape = (1, -1) + (1,) * (y.dim() - 2)
     if weight is not None:
         y = y * weight.view(shape)
@@ -48,7 +46,7 @@ def scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 class InstanceNorm(nn.GroupNorm):
-    """Each channel of each sample by its own mean and variance (Ulyanov et al., 2016), with a learnable affine map."""
+    """Instance norm: each channel of each sample by its own mean and variance (Ulyanov et al., 2016), with an affine map."""
 
     def __init__(
         self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None, dtype: Any = None
@@ -57,9 +55,9 @@ class InstanceNorm(nn.GroupNorm):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Groups of channels of each sample by their own mean and variance (Wu and He, 2018).
+    """Group norm: groups of channels of each sample by their own mean and variance (Wu and He, 2018).
 
-    ``channels_per_group`` takes precedence over ``groups`` where given: the released code read its number that way.
+    ``channels_per_group`` overrides ``groups``: the released code read its number that way.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class ContinualNorm(AnyDims, _BatchNorm):
-    """Group norm without an affine map, then batch norm (Pham et al., ICLR 2022); the state is the batch norm's."""
+    """Continual norm: group norm without an affine map, then batch norm, whose state it has (Pham et al., ICLR 2022)."""
 
     def __init__(self, num_features: int, *args: Any, groups: int = 16, **kwargs: Any) -> None:
         check_groups("cn", groups, num_features)
@@ -96,9 +94,9 @@ class ContinualNorm(AnyDims, _BatchNorm):
 
 
 class SwitchableNorm(AnyDims, _BatchNorm):
-    """A learnt mixture of instance, layer and batch statistics (Luo et al., ICLR 2019).
+    """Switchable norm: a learnt mixture of instance, layer and batch statistics (Luo et al., ICLR 2019).
 
-    Means and variances have three softmax weights each. Running statistics are the batch part's. ``unbiased`` divides the
+    Means and variances have three softmax weights each. Running statistics are those of the batch part. ``unbiased`` divides the
     instance variance by ``H W - 1``, as the released code of both papers does; the publication divides by ``H W``.
     """
 
@@ -123,43 +121,43 @@ class SwitchableNorm(AnyDims, _BatchNorm):
         self._check_input_dim(x)
         rows = pixels_last(x)
         var_in, mean_in = torch.var_mean(rows, 2, unbiased=self.unbiased)  # (N, C)
-        # The variance of a whole is the mean of its parts' variances and the variance of their means.
+        # Law of total variance: the mean of the parts' variances plus the variance of their means.
         var_ln, mean_ln = torch.var_mean(mean_in, 1, unbiased=False, keepdim=True)
         var_ln = var_ln + var_in.mean(1, keepdim=True)
         if self.training or self.running_mean is None or self.running_var is None:
             var_bn, mean_bn = torch.var_mean(mean_in, 0, unbiased=False)
             var_bn = var_bn + var_in.mean(0)
-            self._run(mean_bn, var_bn, rows.shape[0] * rows.shape[2])
+            self._track(mean_bn, var_bn, rows.shape[0] * rows.shape[2])
         else:
             mean_bn, var_bn = self.running_mean.to(rows.dtype), self.running_var.to(rows.dtype)
         wm, wv = self.mean_weight.softmax(0), self.var_weight.softmax(0)
         mean = wm[0] * mean_in + wm[1] * mean_ln + wm[2] * mean_bn
         inv = (wv[0] * var_in + wv[1] * var_ln + wv[2] * var_bn + self.eps).rsqrt()
         y = (rows - mean.unsqueeze(2)) * inv.unsqueeze(2)
-        return scaled(y, self.weight, self.bias).view(x.shape).to(x.dtype)
+        return apply_affine(y, self.weight, self.bias).view(x.shape).to(x.dtype)
 
     @torch.no_grad()
-    def _run(self, mean: Tensor, var: Tensor, n: int) -> None:
+    def _track(self, mean: Tensor, var: Tensor, n: int) -> None:
         if self.running_mean is None or self.running_var is None or not (self.training and self.track_running_stats):
             return
         self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         momentum = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)  # type: ignore[arg-type]
-        move(self.running_mean, mean, momentum)
-        move(self.running_var, var * n / max(n - 1, 1), momentum)
+        update_average(self.running_mean, mean, momentum)
+        update_average(self.running_var, var * n / max(n - 1, 1), momentum)
 
 
 class BatchRenorm(AnyDims, _BatchNorm):
-    """Batch norm corrected towards its running statistics (Ioffe, 2017).
+    """Batch renormalisation: batch norm corrected towards its running statistics (Ioffe, 2017).
 
     ``y = (x - mu_B) / sigma_B * r + d`` with ``r = clip(sigma_B / sigma, 1/r_max, r_max)`` and
-    ``d = clip((mu_B - mu) / sigma, -d_max, d_max)``, both constants to the gradient. Following the publication the limits open
-    from (1, 0) at step 5 000 to r_max at 40 000 and d_max at 25 000, and the moving average is one of sigma, with rate 0.01.
-    The buffers are batch norm's (``sigma = sqrt(running_var + eps)``), so in eval mode the layer is batch norm.
+    ``d = clip((mu_B - mu) / sigma, -d_max, d_max)``; no gradient flows through r and d. As published, the limits open from
+    (1, 0) at step 5 000 to r_max at 40 000 and d_max at 25 000, and the moving average is of sigma, with momentum 0.01. The
+    buffers are batch norm's (``sigma = sqrt(running_var + eps)``), so in eval mode the layer is batch norm.
 
     ``eps_on_std`` adds ``eps`` to the standard deviation instead of the variance, as the released code did (with 1e-3).
     """
 
-    own_momentum = True  # converted layers take 0.01, not the replaced layer's rate
+    own_momentum = True  # convert keeps 0.01 instead of the replaced layer's momentum
 
     @property
     def is_batch_norm_in_eval(self) -> bool:
@@ -205,7 +203,7 @@ class BatchRenorm(AnyDims, _BatchNorm):
         else:
             sigma = self._sigma(self.running_var.to(rows.dtype))
             y = (rows - self.running_mean.view(shape)) / sigma.view(shape)
-        return scaled(y, self.weight, self.bias).to(x.dtype)
+        return apply_affine(y, self.weight, self.bias).to(x.dtype)
 
     def _renormalise(self, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
         assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
@@ -227,101 +225,3 @@ class BatchRenorm(AnyDims, _BatchNorm):
             )
             self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         return (rows - mean.view(shape)) * (r / sigma).view(shape) + d.view(shape)
-
-
-class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
-    """AdaB2N (Lyu et al., NeurIPS 2023): task weights that adapt, and a running average that does.
-
-    With ``c_k`` rows of task ``k`` in the batch, task ``k`` weighs ``(exp(w_k) + c_k) / sum`` with learnable ``w``; a row
-    weighs its task's weight over ``c_k``. The rate of the running statistics falls from ``m^kappa`` towards
-    ``1 - (1 - m)^kappa``. ``penalty`` holds ``strength`` times the squared distance between the batch's and the running
-    statistics; :func:`tbbn.penalty` collects it from a model for the loss.
-
-    Rows' tasks come from ``balance(..., task_ids=...)``; without it memory rows count as spread evenly over past tasks.
-    """
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        max_tasks: int = 100,
-        kappa: float = 1.0,
-        strength: float = 0.1,
-    ) -> None:
-        if momentum is None or not track_running_stats:
-            raise UserError("adab2n: needs running statistics and a momentum, such as 0.1.")
-        super().__init__(num_features, eps, momentum, affine, True, device, dtype)
-        self.task_logits = nn.Parameter(torch.zeros(max_tasks, device=device, dtype=dtype))
-        self.register_buffer("rate", torch.zeros((), device=device))
-        self.max_tasks, self.kappa, self.strength = max_tasks, kappa, strength
-        self.penalty: Tensor | None = None
-
-    def prepare(self, layout: Layout) -> Tensor:
-        n_tasks = layout.past_tasks + 1
-        if n_tasks > self.max_tasks:
-            raise UserError(f"adab2n: max_tasks is {self.max_tasks} but this is task {n_tasks}; raise it.")
-        # On a device the check would wait for it.
-        if layout.task_ids is not None and layout.task_ids.is_cpu and layout.rows:
-            low, high = (int(t) for t in layout.task_ids.aminmax())
-            if low < 0 or high >= n_tasks:
-                raise UserError(
-                    f"balance: task_ids must lie in 0..{n_tasks - 1} for past_tasks={n_tasks - 1}, got {low}..{high}."
-                )
-        return layout.membership(self.task_logits.device, statistics_dtype(self.task_logits))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "penalty": None}
-
-    def _run(self, mean: Tensor, var: Tensor) -> None:
-        assert self.momentum is not None and isinstance(self.rate, Tensor)
-        assert self.running_mean is not None and self.running_var is not None
-        first = torch.full_like(self.rate, self.momentum**self.kappa)
-        following = self.rate / (self.rate + (1 - self.momentum) ** self.kappa)
-        self.rate.copy_(torch.where(self.rate == 0, first, following))
-        move(self.running_mean, mean, self.rate)
-        move(self.running_var, var, self.rate)
-        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._check_input_dim(x)
-        layout = self.layout_of(x)
-        if self.training:
-            self.penalty = None
-        if layout is None:
-            return super().forward(x)
-        if not layout.past_tasks:
-            return self.plain(x)
-        assert self.running_mean is not None and self.running_var is not None
-        rows = pixels_last(x)
-        member = self.prepared(layout).to(rows.dtype)  # (B, tasks)
-        counts = member.sum(0)
-        concentration = self.task_logits[: member.shape[1]].to(rows.dtype).exp() + counts
-        share = concentration / concentration.sum() / counts.clamp_min(torch.finfo(counts.dtype).tiny)
-        # An absent task keeps its share, as published. No matrix products here: autocast would round them.
-        weights = (member * torch.where(counts > 0, share, 0)).sum(1, keepdim=True)  # (B, 1)
-        mean = (weights * rows.mean(2)).sum(0)  # (C,)
-        centred = rows - mean.view(1, -1, 1)
-        var = (weights * centred.square().mean(2)).sum(0)
-        if not recomputing():
-            with torch.no_grad():
-                self._run(mean, var)
-        if self.strength:
-            running_mean, running_var = (
-                self.running_mean.to(mean.dtype, copy=True),
-                self.running_var.to(var.dtype, copy=True),
-            )
-            self.penalty = self.strength * (F.mse_loss(mean, running_mean) + F.mse_loss(var, running_var))
-        y = centred * (var + self.eps).rsqrt().view(1, -1, 1)
-        return scaled(y, self.weight, self.bias).view(x.shape).to(x.dtype)
-
-
-def penalty(module: nn.Module) -> Tensor | None:
-    """The sum of what norms of ``module`` ask to be added to the loss of their last training forward; None if none does."""
-    found = [m.penalty for m in module.modules() if isinstance(m, AdaptiveBalancedNorm) and m.penalty is not None]
-    return torch.stack(found).sum() if found else None

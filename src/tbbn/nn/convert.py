@@ -1,20 +1,20 @@
-"""Swap the norms of a model, swap them back, and tell them about the batch."""
+"""Replace the norms of a model by name, and restore plain batch norm."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from types import TracebackType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from tbbn.errors import UserError, unknown_name
-from tbbn.nn import comparison as variants
+from tbbn.nn import comparison
 from tbbn.nn import modules as layers
-from tbbn.nn.plan import Layout, PlanOptions, make_layout
+from tbbn.nn.adab2n import AdaptiveBalancedNorm
+from tbbn.nn.plan import PlanOptions
 from tbbn.registry import NORMS, Option, options_of
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -23,30 +23,32 @@ _WEIGHTED = (layers.WeightedBatchNorm1d, layers.WeightedBatchNorm2d, layers.Weig
 _PLAN_OPTIONS = {f.name: Option(f.default) for f in fields(PlanOptions) if f.name != "kind"}
 _PLAN_OPTIONS["output_statistics"] = Option(False)
 
-# A norm is one class for every kind of batch norm it may replace, or a class for each of 1d, 2d and 3d.
+# A norm is a class for each of BatchNorm1d, 2d and 3d, or one class that replaces all three.
 NORMS.register("bn", _PLAIN, "batch norm")
-NORMS.register("in", variants.InstanceNorm, "instance norm")
-NORMS.register("gn", variants.GroupNorm, "group norm")
+NORMS.register("in", comparison.InstanceNorm, "instance norm")
+NORMS.register("gn", comparison.GroupNorm, "group norm")
 NORMS.register(
-    "sn", variants.SwitchableNorm, "switchable norm: a learnt mixture of instance, layer and batch statistics"
+    "sn", comparison.SwitchableNorm, "switchable norm: a learnt mixture of instance, layer and batch statistics"
 )
 NORMS.register(
     "brn",
-    variants.BatchRenorm,
+    comparison.BatchRenorm,
     "batch renormalisation",
-    {"momentum": Option(0.01), **options_of(variants.BatchRenorm)},  # its own, not that of the layer it replaces
+    {"momentum": Option(0.01), **options_of(comparison.BatchRenorm)},  # its own, not that of the layer it replaces
 )
-NORMS.register("cn", variants.ContinualNorm, "continual norm: group norm, then batch norm")
+NORMS.register("cn", comparison.ContinualNorm, "continual norm: group norm, then batch norm")
 NORMS.register("tbbn", _BALANCED, "task-balanced batch norm", _PLAN_OPTIONS)
-NORMS.register("adab2n", variants.AdaptiveBalancedNorm, "adaptive balance of batch norm")
-NORMS.register("weighted", _WEIGHTED, "batch norm with one set of statistics in which every task weighs the same", {})
+NORMS.register("adab2n", AdaptiveBalancedNorm, "adaptive balance of batch norm")
+NORMS.register(
+    "weighted", _WEIGHTED, "batch norm with one set of statistics in which every task has the same weight", {}
+)
 
 
 def convert(module: nn.Module, norm: str = "tbbn", **options: Any) -> nn.Module:
     """Replace every batch norm in ``module`` by ``norm``, in place; return the module (or its replacement).
 
     Weights, buffers, training mode, device and dtype are kept; a batch norm used in several places stays one object.
-    ``options`` go to the new layers: ``convert(model, "gn", groups=8)``.
+    ``options`` are passed to the new layers: ``convert(model, "gn", groups=8)``.
 
     >>> type(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]).__name__
     'TaskBalancedBatchNorm2d'
@@ -56,9 +58,9 @@ def convert(module: nn.Module, norm: str = "tbbn", **options: Any) -> nn.Module:
 
 
 def revert(module: nn.Module) -> nn.Module:
-    """Replace the layers made by :func:`convert` by plain batch norm again: to deploy, to export, to share.
+    """Replace the layers made by :func:`convert` by plain batch norm: to deploy, to export, to share.
 
-    Outputs in eval mode stay the same. A norm that is not batch norm in eval mode cannot be reverted: a clear error.
+    Outputs in eval mode stay the same. Raises for a norm that is not batch norm in eval mode.
     """
 
     def plain(old: nn.Module) -> nn.Module:
@@ -69,70 +71,14 @@ def revert(module: nn.Module) -> nn.Module:
     return _replace(module, plain)
 
 
-def is_balanced(module: nn.Module) -> bool:
-    """Whether any layer of ``module`` takes a layout from :func:`balance`."""
-    return any(isinstance(m, layers.BalancedNorm) for m in module.modules())
-
-
-class balance:
-    """Tell the task-balanced layers of a model what the batch is made of, around its training forward.
-
-    ``with tbbn.balance(model, current=48, memory=16, past_tasks=t): loss = criterion(model(images), labels)``
-
-    Args:
-        module: a model with layers made by :func:`tbbn.convert`.
-        current, memory: how many rows are of the task being learnt, and how many are replayed; current rows come first.
-        is_memory: instead of the counts, for a shuffled batch: a bool per row (kept on the CPU it costs no device wait).
-        past_tasks: how many tasks were learnt before this one; 0 in the first task.
-        task_ids: each row's task, 0-based; only AdaB2N uses it.
-
-    Layouts hold inside the block only and may be nested; each model has its own. Teachers in eval mode are untouched.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        current: int | None = None,
-        memory: int | None = None,
-        is_memory: Tensor | None = None,
-        past_tasks: int,
-        task_ids: Tensor | None = None,
-    ) -> None:
-        self.layout = make_layout(current, memory, is_memory, past_tasks, task_ids)
-        self.layers = [m for m in module.modules() if isinstance(m, layers.BalancedNorm)]
-        if not self.layers:
-            raise UserError(
-                f"balance: {type(module).__name__} has no task-balanced layer; call tbbn.convert(model) once, before training."
-            )
-
-        self.before: list[
-            list[tuple[Layout | None, Any]]
-        ] = []  # a stack: the same block may be entered again inside itself
-
-    def __enter__(self) -> None:
-        prepared = [
-            layer.prepare(self.layout) for layer in self.layers
-        ]  # what cannot be taken raises before anything is set
-        self.before.append([(layer._layout, layer._prepared) for layer in self.layers])
-        for layer, ready in zip(self.layers, prepared, strict=True):
-            layer.set_layout(self.layout, ready)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for layer, before in zip(self.layers, self.before.pop(), strict=True):
-            layer.set_layout(*before)
-
-
 def _replace(module: nn.Module, make: Callable[[nn.Module], nn.Module]) -> nn.Module:
     if _is_norm(module):
         return make(module)
-    # All are made before any is put in place: an error leaves the model as it was.
+    # Make all layers before replacing any: an error leaves the model unchanged.
     made: dict[nn.Module, nn.Module] = {m: make(m) for m in module.modules() if _is_norm(m)}
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
-            if child in made:  # a layer used in several places stays one object
+            if child in made:
                 parent._modules[name] = made[child]
     return module
 
@@ -143,9 +89,9 @@ def _is_norm(module: nn.Module) -> bool:
         return True
     if not isinstance(module, _BatchNorm):
         return False
-    if isinstance(module, _LazyNormBase):
+    if isinstance(module, _LazyNormBase) or "is_batch_norm_in_eval" in vars(type(module)):
         return True
-    # An activation fused into it, or synchronisation between processes, would be lost without a word.
+    # Replacing it would silently drop what its forward adds: an activation, or synchronisation between processes.
     raise UserError(
         f"convert: {type(module).__name__} is a batch norm with a forward of its own; "
         "put nn.BatchNorm2d in its place first."
@@ -158,7 +104,7 @@ def _classes(norm: str) -> tuple[type[nn.Module], ...]:
 
 
 def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
-    """A layer of kind ``norm`` in the place of ``old``, sharing its parameters and buffers."""
+    """A layer of kind ``norm`` that replaces ``old`` and shares its parameters and buffers."""
     classes = _classes(norm)
     cls = classes[_dims(old) - 1] if len(classes) == 3 else classes[0]
     if type(old) is cls and not options:
@@ -182,14 +128,14 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
         if getattr(new, name, None) is not None and getattr(old, name, None) is not None:
             setattr(new, name, getattr(old, name))
-    if old.weight is not None and old.bias is None:  # torch 2.13 knows a batch norm with a weight alone
+    if old.weight is not None and old.bias is None:  # batch norm with a weight but no bias, from torch 2.13 on
         new.bias = None
     new.__dict__["norm_dims"] = _dims(old)
     return new.train(old.training)
 
 
 def _make_lazy(cls: type[nn.Module], old: _LazyNormBase, options: dict[str, Any]) -> nn.Module:
-    """A layer that learns its channels from the first batch, as ``old`` does."""
+    """A lazy layer, as ``old``: it takes its number of channels from the first batch."""
     if cls not in _PLAIN and not issubclass(cls, layers.PlannedNorm):
         raise UserError(
             f"convert: {type(old).__name__} does not know its channels yet; run one batch through the model first."
@@ -205,7 +151,7 @@ def _make_lazy(cls: type[nn.Module], old: _LazyNormBase, options: dict[str, Any]
 
 
 def _dims(module: nn.Module) -> int:
-    cls: type[nn.Module] = getattr(type(module), "cls_to_become", type(module))  # of a lazy one
+    cls: type[nn.Module] = getattr(type(module), "cls_to_become", type(module))  # the class a lazy module will have
     for dims, plain in enumerate(_PLAIN, start=1):
         if issubclass(cls, plain):
             return dims
@@ -213,7 +159,7 @@ def _dims(module: nn.Module) -> int:
 
 
 def _accepted(cls: type[nn.Module]) -> set[str]:
-    """The names a norm's constructor takes, through its bases where it passes keywords on."""
+    """The keyword arguments of a norm's constructor, including those it passes on to its bases."""
     names: set[str] = set()
     for base in cls.__mro__:
         if "__init__" not in vars(base):

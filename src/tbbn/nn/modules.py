@@ -1,56 +1,64 @@
-"""The layer: batch norm whose training statistics are balanced over tasks.
+"""The layers: batch norm whose training statistics are balanced over tasks.
 
-``TaskBalancedBatchNorm1d/2d/3d`` are ``torch.nn.BatchNorm1d/2d/3d`` with the same constructor and the same ``state_dict``.
-They differ in one place: a training forward inside :func:`tbbn.balance` is normalised by the plan of that batch.
+``TaskBalancedBatchNorm1d/2d/3d`` are ``torch.nn.BatchNorm1d/2d/3d`` with the same constructor and the same ``state_dict``. They
+differ in one place: a training forward inside ``tbbn.balance(...)`` is normalised by the plan of that batch. Everywhere else
+(eval mode, no ``balance``, no memory rows, the first task) they are batch norm.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tbbn.accelerators.native.binding import intercepted
 from tbbn.errors import UserError
-from tbbn.nn.functional import activated, cuda_kernels, move, statistics_dtype, task_balanced_batch_norm
-from tbbn.nn.plan import Layout, Plan, PlanOptions, whole_batch
+from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
+from tbbn.nn.plan import Layout, Plan, PlanOptions
+
+# x, running_mean, running_var, weight, bias, plan, momentum, eps, num_batches_tracked
+Arguments: TypeAlias = tuple[
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Plan | None,
+    float | Tensor,
+    float,
+    Tensor | None,
+]
 
 
 class BalancedNorm(_BatchNorm):
-    """A norm that takes a layout from :func:`tbbn.balance`; without one, in eval mode, or with no memory it is batch norm."""
+    """A batch norm to which :func:`tbbn.balance` gives the layout of the batch, for the length of a ``with`` block."""
 
     is_batch_norm_in_eval = True  # so tbbn.revert can make it one
+    wants_task_ids = False  # whether it uses the ``task_ids`` of a layout
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._layout: Layout | None = None
-        self._prepared: Any = None  # what this layer made of it
+        self._prepared: Any = None  # prepare(self._layout)
         self._last_layout: Layout | None = None  # of the last training forward, for activation checkpointing
 
     def prepare(self, layout: Layout) -> Any:
-        """What the layer's forward needs to know of ``layout``; raises where it cannot take it."""
+        """What the forward needs of ``layout``, made once when the block is entered. Raises if the layer cannot take it."""
         raise NotImplementedError
 
     def set_layout(self, layout: Layout | None, prepared: Any) -> None:
         self._layout, self._prepared = layout, prepared
 
-    def prepared(self, layout: Layout) -> Any:
-        return self._prepared if layout is self._layout else self.prepare(layout)
-
     def layout_of(self, x: Tensor) -> Layout | None:
-        """The layout that applies to this forward, checked against the batch."""
-        if not self.training:
-            return None
+        """The layout for this training forward, checked against the batch; None outside ``balance``."""
         layout = self._layout
         if not torch.compiler.is_compiling():
-            # Activation checkpointing repeats the forward inside backward, when the block has usually been left.
+            # Activation checkpointing repeats the forward during backward, usually after the block has ended.
             if layout is None and recomputing():
                 layout = self._last_layout
             else:
-                self.__dict__["_last_layout"] = layout  # past Module.__setattr__, which is slow
+                self.__dict__["_last_layout"] = layout  # bypasses Module.__setattr__, which is slow
         if layout is not None and x.shape[0] != layout.rows:
             raise UserError(
                 f"{type(self).__name__}: the layout covers {layout.current} + {layout.memory} = {layout.rows} rows but the "
@@ -58,44 +66,16 @@ class BalancedNorm(_BatchNorm):
             )
         return layout
 
-    def plain(self, x: Tensor) -> Tensor:
-        """Batch norm of a batch with nothing to balance; a repeated forward does not count its batch a second time."""
-        if self.running_mean is None or self.running_var is None or not self.track_running_stats or not recomputing():
-            return super().forward(x)
-        mean, var = self.running_mean.clone(), self.running_var.clone()
-        return F.batch_norm(x, mean, var, self.weight, self.bias, training=True, eps=self.eps)
-
-    def next_momentum(self) -> float | Tensor:
-        """Count this batch; the weight of its statistics in the running ones (a cumulative average for momentum=None)."""
-        batches, momentum = self.num_batches_tracked, self.momentum  # once each: a module looks its tensors up slowly
-        if batches is not None:
-            batches.add_(1)
-        if momentum is not None:
-            return momentum
-        assert batches is not None and self.running_mean is not None
-        return batches.to(statistics_dtype(self.running_mean)).reciprocal()
+    def prepared(self, layout: Layout) -> Any:
+        return self._prepared if layout is self._layout else self.prepare(layout)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle made inside the block must not carry the block's layout away.
+        # A copy or a pickle made inside the block does not keep the layout.
         return {**vars(self), "_layout": None, "_prepared": None, "_last_layout": None}
 
 
-def recomputing() -> bool:
-    """Whether this forward runs inside a backward pass: activation checkpointing is repeating it."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def normed(
-    norm: nn.Module, x: Tensor, *, relu: bool = True, residual: Tensor | None = None, moments: Tensor | None = None
-) -> Tensor:
-    """``relu(norm(x) + residual)`` with any norm, in one pass where the norm can; moments that are known spare it one."""
-    if isinstance(norm, PlannedNorm):
-        return norm(x, relu=relu, residual=residual, moments=moments)
-    return activated(norm(x), relu, residual)
-
-
 class PlannedNorm(BalancedNorm):
-    """A balanced norm that is fully described by a plan: see :class:`tbbn.nn.plan.PlanOptions` for what can be varied."""
+    """A balanced norm that a plan describes completely: :func:`task_balanced_batch_norm` as a module."""
 
     kind = "tbbn"
 
@@ -119,75 +99,62 @@ class PlannedNorm(BalancedNorm):
         self.options = PlanOptions(kind=self.kind, **options)
         self.output_statistics = output_statistics
 
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)  # batch norm
+        plan = self.plan_of(x)
+        if plan is not None and self.output_statistics:
+            return self._track_output(x, plan)
+        return task_balanced_batch_norm(*arguments(self, x, plan))
+
+    def plan_of(self, x: Tensor) -> Plan | None:
+        """The plan for this training forward; None: nothing to balance."""
+        self._check_input_dim(x)
+        layout = self.layout_of(x)
+        return None if layout is None else self.prepared(layout)
+
     def prepare(self, layout: Layout) -> Plan | None:
         tensor = self.weight if self.weight is not None else self.running_mean
         if tensor is None:
-            return layout.plan(self.options)  # moved to the input's place in the forward
+            return layout.plan(self.options)
         return layout.plan(self.options, tensor.device, statistics_dtype(tensor))
 
-    def forward(
-        self, x: Tensor, *, relu: bool = False, residual: Tensor | None = None, moments: Tensor | None = None
-    ) -> Tensor:
-        """The norm, or ``relu(norm(x) + residual)``, which a GPU does in the same pass.
-
-        A convolution may have taken ``moments`` (2, N, parts, C) of ``x`` along: see :class:`tbbn.bench.models.Conv2d`.
-        """
-        self._check_input_dim(x)
-        if not self.training and (relu or residual is not None):
-            done = self._at_test_time(x, relu, residual)
-            if done is not None:
-                return done
-        layout = self.layout_of(x)
-        plan = None if layout is None else self.prepared(layout)
-        kernels = cuda_kernels(x, plan) if self.training else None
-        if plan is None:
-            if kernels is None or x.numel() <= self.num_features:  # batch norm's own error for a single value a channel
-                return activated(super().forward(x) if layout is None else self.plain(x), relu, residual)
-            plan = whole_batch(x.shape[0], x.device)
-        mean = var = None
-        if self.track_running_stats and not recomputing():  # a repeated forward must not count its batch a second time
-            mean, var = self.running_mean, self.running_var
-        if kernels is not None and not self.output_statistics:
-            counted = self.momentum is not None and mean is not None
-            momentum = self.momentum if counted or mean is None else self.next_momentum()
-            batches = self.num_batches_tracked if counted else None
-            weight, bias, eps = self.weight, self.bias, self.eps
-            plan = plan.to(x.device, torch.float32)
-            return kernels.planned_norm(
-                x, weight, bias, plan, eps, mean, var, momentum,
-                batches=batches, relu=relu, residual=residual, moments=moments,
-            )[0]  # fmt: skip
-        momentum = self.next_momentum() if mean is not None else 0.0
-        if mean is None or not self.output_statistics:
-            y = task_balanced_batch_norm(x, mean, var, self.weight, self.bias, plan, momentum, self.eps)
-        else:
-            y = task_balanced_batch_norm(x, None, None, self.weight, self.bias, plan, momentum, self.eps)
-            self._run_with_output(y.detach(), momentum)
-        return activated(y, relu, residual)
-
-    def _at_test_time(self, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor | None:
-        """Batch norm and what follows it in one launch, where there are kernels and nobody asks for gradients."""
-        mean, var = self.running_mean, self.running_var
-        if mean is None or var is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or intercepted():
-            return None
-        kernels = cuda_kernels(x, None)
-        if kernels is None or (residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape)):
-            return None
-        return kernels.launches.fixed(x, mean, var, self.weight, self.bias, self.eps, relu, residual)
-
-    @torch.no_grad()
-    def _run_with_output(self, y: Tensor, momentum: float | Tensor) -> None:
+    def _track_output(self, x: Tensor, plan: Plan) -> Tensor:
         """Running statistics of the layer's output: what the released ablation code did for case 2."""
-        assert self.running_mean is not None and self.running_var is not None
-        var, mean = torch.var_mean(y.to(statistics_dtype(y)).transpose(0, 1).flatten(1), 1)
-        move(self.running_mean, mean, momentum)
-        move(self.running_var, var, momentum)
+        _, mean, var, weight, bias, _, momentum, eps, batches = arguments(self, x, plan)
+        y = task_balanced_batch_norm(x, None, None, weight, bias, plan, momentum, eps, batches)
+        if mean is not None and var is not None:
+            with torch.no_grad():
+                new_var, new_mean = torch.var_mean(y.detach().to(statistics_dtype(y)).transpose(0, 1).flatten(1), 1)
+                update_average(mean, new_mean, momentum)
+                update_average(var, new_var, momentum)
+        return y
 
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.options).items() if v != getattr(PlanOptions, k) and k != "kind"]
         if self.output_statistics:
             changed.append("output_statistics=True")
         return ", ".join([super().extra_repr(), *changed])
+
+
+def arguments(norm: _BatchNorm, x: Tensor, plan: Plan | None) -> Arguments:
+    """The arguments of :func:`task_balanced_batch_norm` for a training forward of ``norm``."""
+    mean = var = batches = None
+    momentum: float | Tensor | None = norm.momentum
+    if norm.track_running_stats:
+        mean, var, batches = norm.running_mean, norm.running_var, norm.num_batches_tracked
+        if recomputing() and mean is not None and var is not None:  # do not count the batch twice
+            mean, var, batches = mean.clone(), var.clone(), None
+        elif momentum is None and batches is not None:  # cumulative average, as a tensor: nothing waits for the device
+            batches.add_(1)
+            momentum = batches.to(torch.float64 if batches.is_cpu else torch.float32).reciprocal()
+            batches = None
+    return x, mean, var, norm.weight, norm.bias, plan, 0.0 if momentum is None else momentum, norm.eps, batches
+
+
+def recomputing() -> bool:
+    """Whether activation checkpointing is repeating this forward: it runs inside a backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class TaskBalancedBatchNorm1d(PlannedNorm, nn.BatchNorm1d):
@@ -197,8 +164,8 @@ class TaskBalancedBatchNorm1d(PlannedNorm, nn.BatchNorm1d):
 class TaskBalancedBatchNorm2d(PlannedNorm, nn.BatchNorm2d):
     r"""Task-balanced batch norm over (N, C, H, W) input.
 
-    In a training forward inside :func:`tbbn.balance`, the current rows are divided into :math:`r` splits, all memory rows
-    join every split, and with :math:`\mu_j, \sigma_j^2` the mean and biased variance of split :math:`j`
+    In a training forward inside :func:`tbbn.balance`, the current rows are divided into :math:`r` splits and all memory rows
+    join every split. With :math:`\mu_j, \sigma_j^2` the mean and biased variance of split :math:`j`
 
     .. math::
         y_n = \gamma \frac{x_n - \mu_{n \bmod r}}{\sqrt{\sigma^2_{n \bmod r} + \epsilon}} + \beta
@@ -210,7 +177,7 @@ class TaskBalancedBatchNorm2d(PlannedNorm, nn.BatchNorm2d):
     else (eval mode, no ``balance``, no memory rows, the first task) the layer is ``nn.BatchNorm2d``.
 
     Each sample's gradient reaches :math:`\gamma` and :math:`\beta` once, as in batch norm: the gradient of :math:`\beta`
-    equals batch norm's. What is balanced is the statistics.
+    equals batch norm's. Only the statistics are balanced.
 
     Args: as ``nn.BatchNorm2d``, and by keyword ``rule`` ("paper", "current", "uneven": see :func:`tbbn.splits`), ``case``
     (ablations 1 to 4), ``memory`` ("averaged" or "own"), ``total_variance`` (add the variance between splits to the running
@@ -238,9 +205,9 @@ class WeightedBatchNorm1d(PlannedNorm, nn.BatchNorm1d):
 
 
 class WeightedBatchNorm2d(PlannedNorm, nn.BatchNorm2d):
-    """Batch norm over (N, C, H, W) with one set of statistics in which every task weighs the same, exactly.
+    """Batch norm over (N, C, H, W) with one set of statistics in which every task has exactly the same weight.
 
-    The mean and variance are those of ``1/t`` of the current rows and ``(t-1)/t`` of the memory rows for task number ``t``.
+    For task number ``t`` the current rows together have weight ``1/t`` and the memory rows together ``(t-1)/t``.
     """
 
     kind = "weighted"

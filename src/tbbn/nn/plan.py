@@ -1,9 +1,10 @@
-"""Who is normalised with whom: the split rule, the layout of a batch, and the plan made from it.
+"""Who is normalised with whom: the number of splits, the layout of a batch, and the plan made from it.
 
-A batch is ``[current ; memory]``: rows of the task being learnt, and rows replayed from the tasks before it. Task-balanced
-batch norm divides the current rows into ``r`` splits, gives every split all memory rows, normalises each split by its own
-statistics and averages what a memory row received (Cha et al., CVPR 2023, section 4.2). All of that is one 0/1 matrix
-``member (r, B)``: divided by its row sums it gathers statistics, divided by its column sums it hands them back.
+A batch is ``[current ; memory]``: rows of the task being learnt, then rows replayed from earlier tasks. Task-balanced batch
+norm divides the current rows into ``r`` splits and adds all memory rows to every split. It normalises each split by its own
+statistics; a memory row gets the average over the splits (Cha et al., CVPR 2023, section 4.2). One 0/1 matrix
+``member (r, B)`` describes all of this. Divided by its row sums it averages rows into split statistics (``Plan.gather``).
+Divided by its column sums it distributes split statistics to rows (``Plan.scatter``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +26,14 @@ RULES = ("paper", "current", "uneven")
 def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> int:
     """The number of splits ``r*`` for a batch of ``current`` new rows and ``memory`` rows of ``past_tasks`` earlier tasks.
 
-    Balance asks for ``r = current / memory * past_tasks``. A rule says which whole numbers may stand for it:
+    Exact balance needs ``r = current / memory * past_tasks``. A rule rounds it to a whole number:
 
     - ``"paper"``: the largest common divisor of both counts that is at most ``r``;
-    - ``"current"``: the largest divisor of ``current`` that is at most ``r`` (memory rows are copied, never divided, so
-      their number need not be divisible);
-    - ``"uneven"``: ``r`` rounded, with splits whose sizes differ by at most one row.
+    - ``"current"``: the largest divisor of ``current`` that is at most ``r`` (memory rows are shared by all splits, so their
+      number need not be divisible);
+    - ``"uneven"``: ``r`` rounded; split sizes differ by at most one row.
 
-    Where a rule finds nothing above 1 although ``r >= 2`` (a short last batch, say), uneven splits are used.
+    If a rule gives 1 although ``r >= 2`` (a short last batch, for example), uneven splits are used.
 
     >>> [splits(48, 16, past) for past in range(10)]
     [1, 2, 4, 8, 8, 8, 16, 16, 16, 16]
@@ -61,15 +62,15 @@ def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> i
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which rows of a batch are memory, and how many tasks they come from. Made by :func:`tbbn.balance`."""
+    """Which rows of a batch are memory, and how many past tasks they come from. Made by :func:`tbbn.balance`."""
 
     current: int
     memory: int
     past_tasks: int
     is_memory: Tensor | None = None  # (B,) bool on the CPU; None: rows [0, current) are current
-    task_ids: Tensor | None = None  # (B,) int64, 0-based; only AdaB2N asks for it
+    task_ids: Tensor | None = None  # (B,) integers on any device, 0-based; for layers with ``wants_task_ids``
 
-    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what layers share
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # plans, shared by all layers
 
     @property
     def rows(self) -> int:
@@ -86,33 +87,36 @@ class Layout:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Plan | None:
-        """The plan of this batch, or None where it is plain batch norm."""
+        """The plan of this batch; None if there is nothing to balance, so that it is plain batch norm."""
         options, device = options or PlanOptions(), device or torch.device("cpu")
-        return self._once((options, device, dtype), lambda: _build(self, options, device, dtype))
+        return self._cached((options, device, dtype), lambda: _build(self, options, device, dtype))
 
     def membership(self, device: torch.device, dtype: torch.dtype) -> Tensor:  # (B, tasks)
-        """Which task each row belongs to; a memory row of unknown task to every past one in equal parts."""
-        return self._once((device, dtype), lambda: _membership(self).to(device, dtype))
+        """The task of each row, one-hot. Without ``task_ids`` a memory row belongs to all past tasks in equal parts.
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if torch.compiler.is_compiling():  # a cache filled while tracing would be a reason to trace again
+        From ``task_ids`` on a device it is computed there, without a host sync: a captured CUDA graph can contain it.
+        """
+        return self._cached((device, dtype), lambda: _membership(self).to(device, dtype))
+
+    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        if torch.compiler.is_compiling():  # filling a cache while tracing would cause a recompilation
             return make()
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
 
 def make_layout(
     current: int | None, memory: int | None, is_memory: Tensor | None, past_tasks: int, task_ids: Tensor | None
 ) -> Layout:
-    """Check what the user said about a batch; every mistake is one line."""
+    """A layout from the arguments of :func:`tbbn.balance`, checked; each error is one line."""
     if is_memory is not None:
         if current is not None or memory is not None:
             raise UserError("balance: give either current and memory, or is_memory, not both.")
         if not isinstance(is_memory, Tensor) or is_memory.dtype != torch.bool or is_memory.dim() != 1:
             what = f"{is_memory.dtype} {tuple(is_memory.shape)}" if isinstance(is_memory, Tensor) else repr(is_memory)
             raise TypeError(f"balance: is_memory must be a 1-d bool tensor with one entry per row, got {what}.")
-        is_memory = is_memory.cpu()  # plans are small: made on the CPU, then moved
+        is_memory = is_memory.cpu()  # plans are built on the CPU
         memory = int(is_memory.sum())
         current = is_memory.numel() - memory
     elif current is None or memory is None:
@@ -136,18 +140,18 @@ def make_layout(
 
 @cache
 def _counted(current: int, memory: int, past_tasks: int) -> Layout:
-    """One layout for all batches with the same counts, and so one plan; kept for good: a CUDA graph may go on reading it."""
+    """One layout, and so one plan, for all batches with the same counts. Never freed: a CUDA graph may still read it."""
     return Layout(current, memory, past_tasks)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Two small constant matrices that say everything the layer must know about a batch.
+    """Two small constant matrices that say which rows share statistics.
 
-    ``gather`` and ``scatter`` are the W and V of the documentation: row ``b`` of a batch of ``rows`` rows contributes
-    ``gather[j, b]`` to the statistics of group ``j``, and is normalised with ``scatter[b, j]`` of them. ``blend``, where
-    given, averages group statistics before they are used: ``scatter`` then speaks of blended groups. ``running[j]`` is the
-    share of group ``j`` in the running statistics, ``sizes[j]`` the rows counted for its unbiased variance.
+    ``gather[j, b]`` is the weight of row ``b`` in the statistics of group ``j`` (W in the documentation). ``scatter[b, j]`` is
+    the weight of group ``j`` in the normalisation of row ``b`` (V). If ``blend`` is given, it averages group statistics before
+    they are used, and ``scatter`` refers to the blended groups. ``running[j]`` is the share of group ``j`` in the running
+    statistics; ``sizes[j]`` is the number of rows that its unbiased variance counts.
     """
 
     rows: int
@@ -156,34 +160,12 @@ class Plan:
     running: Tensor  # (r,), sums to 1
     sizes: Tensor  # (r,)
     blend: Tensor | None = None  # (blended, r)
-    total_variance: bool = False  # running variance includes the variance between groups
+    total_variance: bool = False  # whether the running variance includes the variance between groups
 
-    _per_pixels: dict[int, PerPixel] = field(default_factory=dict, init=False, repr=False)
     _moved: dict[Any, Plan] = field(default_factory=dict, init=False, repr=False)
 
-    def per_pixel(self, pixels: int) -> PerPixel:
-        """What depends on the number of pixels, made once for each image size."""
-        if torch.compiler.is_compiling():  # a cache filled while tracing would be a reason to trace again
-            return self._per_pixel(pixels)
-        found = self._per_pixels.get(pixels)
-        if found is None:
-            # Made on the CPU and copied: a result still being computed on one CUDA stream must not be shared with others.
-            device, dtype = self.gather.device, self.gather.dtype
-            made = self.to(torch.device("cpu"), dtype)._per_pixel(pixels)
-            found = self._per_pixels[pixels] = PerPixel(*(t.to(device) for t in made))
-        return found
-
-    def _per_pixel(self, pixels: int) -> PerPixel:
-        counts, shared = self.sizes * pixels, self.gather.amin(0)
-        return PerPixel(
-            gather=self.gather / pixels,
-            shared=shared / (shared.sum() * pixels),
-            gather_back=(self.gather.t() / -pixels).contiguous(),
-            scatter_back=self.scatter.t().contiguous(),
-            running_var=self.running * counts / (counts - 1),
-        )
-
     def to(self, device: torch.device, dtype: torch.dtype) -> Plan:
+        """The plan on another device or in another precision; each copy is made once."""
         if self.gather.device == device and self.gather.dtype == dtype:
             return self
         found = self._moved.get((device, dtype))
@@ -195,24 +177,16 @@ class Plan:
         return found
 
 
-class PerPixel(NamedTuple):
-    gather: Tensor  # (r, B), makes group means of row sums
-    shared: Tensor  # (B,), makes of them the mean of the rows that are in all groups
-    gather_back: Tensor  # (B, r), minus the transpose of gather
-    scatter_back: Tensor  # (r, B)
-    running_var: Tensor  # (r,), shares in the running variance, with the factor n / (n - 1) of the unbiased one
-
-
 @dataclass(frozen=True)
 class PlanOptions:
-    """Which plan a layer wants; the default is the paper's layer.
+    """Variants of the plan; the default is the paper's layer.
 
-    ``case`` selects an ablation of the paper (Table 6): 1 balances the running statistics alone, 2 the normalisation alone,
-    3 normalises every row with the average of the split statistics, 4 is batch norm but for the count in the unbiased
+    ``case`` selects an ablation of the paper (Table 6): 1 balances only the running statistics, 2 only the normalisation,
+    3 normalises every row with the average of the split statistics, 4 is batch norm except for the count in the unbiased
     variance. ``memory="own"`` normalises memory row ``m`` with split ``m mod r`` only, as the first preprint did.
     """
 
-    kind: str = "tbbn"  # or "weighted": one group, every task with equal weight
+    kind: str = "tbbn"  # or "weighted": one group in which every task has the same weight
     rule: str = "paper"
     case: int = 0
     memory: str = "averaged"
@@ -230,7 +204,7 @@ class PlanOptions:
 
 
 def _build(layout: Layout, options: PlanOptions, device: torch.device, dtype: torch.dtype) -> Plan | None:
-    """Plans are small and need some care: made on the CPU in double precision, then moved."""
+    """Built on the CPU in double precision, then moved: plans are small, and rounding in them would show."""
     if not (layout.current and layout.memory and layout.past_tasks):
         return None
     if options.kind == "weighted":
@@ -244,9 +218,9 @@ def _build(layout: Layout, options: PlanOptions, device: torch.device, dtype: to
 
 def _split(layout: Layout, r: int, options: PlanOptions) -> Plan:
     is_memory = layout.memory_mask()
-    # The i-th current row belongs to split i mod r; a memory row to all of them.
-    turn = torch.where(is_memory, (is_memory.cumsum(0) - 1) % r, ((~is_memory).cumsum(0) - 1) % r)
-    own = (turn == torch.arange(r, device="cpu").unsqueeze(1)).double()  # (r, B)
+    # The i-th current row belongs to split i mod r, a memory row to all splits.
+    split = torch.where(is_memory, (is_memory.cumsum(0) - 1) % r, ((~is_memory).cumsum(0) - 1) % r)
+    own = (split == torch.arange(r, device="cpu").unsqueeze(1)).double()  # (r, B)
     member = torch.where(is_memory, torch.ones_like(own), own)
     sizes = member.sum(1)
     gather = member / sizes.unsqueeze(1)
@@ -255,7 +229,7 @@ def _split(layout: Layout, r: int, options: PlanOptions) -> Plan:
 
 
 def _weighted(layout: Layout) -> Plan:
-    """One group in which each of the ``past_tasks + 1`` tasks weighs the same."""
+    """One group in which each of the ``past_tasks + 1`` tasks has the same weight."""
     b, share = layout.rows, 1 / (layout.past_tasks + 1)
     weights = torch.where(
         layout.memory_mask(), _ones(b) * (1 - share) / layout.memory, _ones(b) * share / layout.current
@@ -264,17 +238,17 @@ def _weighted(layout: Layout) -> Plan:
 
 
 def _ablated(plan: Plan, case: int) -> Plan:
-    """The paper's ablations are the same groups, or plain batch norm's one group, used for one purpose and not for another."""
+    """The paper's ablations use the splits for one purpose, and plain batch norm's single group for the other."""
     r, b = plan.gather.shape
     everyone, whole = _ones(b, 1), _ones(1, b) / b
     if case == 3:  # all rows share the averaged statistics
         return replace(plan, scatter=everyone, blend=_ones(1, r) / r)
-    if case == 4:  # batch statistics, repeated over the splits: batch norm but for the counted rows
+    if case == 4:  # batch statistics, repeated over the splits: batch norm except for the counted rows
         return replace(plan, gather=whole, scatter=everyone, running=_ones(1), sizes=plan.sizes[:1])
     gather, sizes = torch.cat([plan.gather, whole]), torch.cat([plan.sizes, b * _ones(1)])
-    if case == 1:  # normalise with the whole batch, run with the splits
+    if case == 1:  # normalise with the whole batch, track the splits
         scatter, running = torch.cat([0 * plan.scatter, everyone], 1), torch.cat([plan.running, 0 * _ones(1)])
-    else:  # case 2: normalise with the splits, run with the whole batch
+    else:  # case 2: normalise with the splits, track the whole batch
         scatter, running = torch.cat([plan.scatter, 0 * everyone], 1), torch.cat([0 * plan.running, _ones(1)])
     return replace(plan, gather=gather, scatter=scatter, running=running, sizes=sizes)
 
@@ -287,13 +261,6 @@ def _membership(layout: Layout) -> Tensor:
     current = (tasks == layout.past_tasks).double()
     past = (1 - current) / max(layout.past_tasks, 1)
     return torch.where(layout.memory_mask().unsqueeze(1), past, current)
-
-
-@cache
-def whole_batch(rows: int, device: torch.device) -> Plan:
-    """Plain batch norm as a plan: one group of all rows. Kept for good: a CUDA graph may go on reading it."""
-    plan = Plan(rows, _ones(1, rows) / rows, _ones(rows, 1), _ones(1), rows * _ones(1))
-    return plan.to(device, torch.float32)
 
 
 def _ones(*shape: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Task-balanced batch norm on a CPU as one C call each way.
+"""The native backend: task-balanced batch norm on a CPU as one C call each way.
 
-Batch norm's own kernel is two calls, the plan in tensor operations about fifty; at small sizes the calls are the time. The C
-library is built with the package (``building.py``). Without it the PyTorch form does the work and :func:`status` says why.
+In tensor operations the norm takes about fifty calls, batch norm two; at small sizes the number of calls is the time. The C
+library is built with the package (``building.py``). Without it the eager backend is used, and :func:`status` says why.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tbbn.accelerators.eager import activate, reference_gradients
 from tbbn.accelerators.native import loading
-
-if TYPE_CHECKING:
-    from tbbn.nn.plan import Plan
+from tbbn.accelerators.transforms import under_transform
+from tbbn.nn.plan import Plan
 
 _PLAIN = (Tensor, nn.Parameter)  # subclasses may have no memory of their own
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_MEMORY = "task_balanced_batch_norm: no memory for the sums of its rows."
 
-_pack = struct.Struct("11P4q2d").pack  # the C side's Arguments: one object costs less to hand over than seventeen
+_pack = struct.Struct("11P4q2d").pack  # struct Arguments of native.c: passing one object is cheaper than seventeen
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _ELEMENTS_A_THREAD = 32768  # below this, waking another thread costs more than it saves
 
@@ -58,49 +58,57 @@ def library() -> ctypes.CDLL | None:
     return _kernels
 
 
-# -- What the kernels can do --------------------------------------------------------------------------------------------
+# -- The protocol -------------------------------------------------------------------------------------------------------
 
 
-def layout(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    plan: Plan,
-) -> bool | None:
-    """Whether the channels of ``x`` lie next to each other, not its pixels; None where the kernels cannot do this.
-
-    They take dense CPU tensors in eager mode, of which one can ask where they lie in memory.
-    """
-    if not (x.dtype in _DTYPES and x.is_cpu and type(x) in _PLAIN and x.dim() > 2 and x.numel() > 0):
-        return None
+def supports(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
+) -> bool:  # fmt: skip
+    """Dense CPU tensors with memory of their own, of any type but float64."""
+    if plan is None or not (x.dtype in _DTYPES and x.is_cpu and type(x) in _PLAIN and x.dim() > 1 and x.numel() > 0):
+        return False
     channels = x.size(1)
     for t in (weight, bias, running_mean, running_var):
         if t is not None and not (t.dtype in _DTYPES and t.is_cpu and type(t) in _PLAIN and t.numel() == channels):
-            return None
+            return False
     for t in (running_mean, running_var):
         if t is not None and not (t.dtype == torch.float32 and t.is_contiguous()):  # written in place
-            return None
-    # A tensor may be wrapped still when the transform that did it has ended.
-    if plan.blend is not None or intercepted() or _is_wrapped(x) or library() is None:
-        return None
-    if x.is_contiguous():
+            return False
+    # A tensor may still be wrapped after its functorch transform has ended.
+    if plan.blend is not None or _is_wrapped(x) or library() is None:
         return False
-    return True if _channels_last(x) else None
+    return x.is_contiguous() or _channels_last(x)
 
 
-def intercepted() -> bool:
-    """Whether somebody stands between a call and its tensors: transforms (grad, vmap), modes (fake tensors), a tracer."""
-    return bool(
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-    )
+def norm(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
+    momentum: float | Tensor, eps: float, batches: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    if batches is not None:
+        batches.add_(1)
+    weight, bias = _parameter(weight), _parameter(bias)
+    if running_mean is None or running_var is None:
+        return _apply(x, weight, bias, (plan, eps, None, None, 0.0))
+    y = _apply(x, weight, bias, (plan, eps, running_mean, running_var, float(momentum)))
+    if not running_mean.is_inference():  # inference tensors have no version
+        torch.autograd.graph.increment_version((running_mean, running_var))
+    return y
+
+
+def norm_act(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
+    momentum: float | Tensor, eps: float, batches: Tensor | None = None, *,
+    relu: bool, residual: Tensor | None, moments: Tensor | None = None, training: bool = True,
+) -> Tensor:  # fmt: skip
+    assert training
+    return activate(norm(x, running_mean, running_var, weight, bias, plan, momentum, eps, batches), relu, residual)
 
 
 def _channels_last(x: Tensor) -> bool:
-    """Whether channels lie next to each other, in pixels without gaps."""
+    """Whether channels are contiguous, in pixels without gaps."""
     if x.dim() == 4:
         return x.is_contiguous(memory_format=torch.channels_last)
     return x.movedim(1, -1).is_contiguous()
@@ -127,12 +135,12 @@ class _CPlan(ctypes.Structure):
     )
 
 
-class _PlanOf:
-    """A plan's matrices without their zeros, in double precision, and the memory they lie in."""
+class _SparsePlan:
+    """A plan's matrices in compressed rows and double precision, and the memory that holds them."""
 
     def __init__(self, plan: Plan) -> None:
         self._kept: list[Tensor] = []
-        # Rows of the plan sum to one; in float32 nearly, which a mean of 1e4 would show.
+        # Rows of the plan sum to one; in float32 only nearly, which a mean of 1e4 would show.
         plan = plan.to(torch.device("cpu"), torch.float64)
         gather, scatter = (m / m.sum(1, keepdim=True) for m in (plan.gather, plan.scatter))
         groups = torch.cat([gather.t(), scatter], 1).tolist()
@@ -154,10 +162,10 @@ class _PlanOf:
         self._saved: dict[int, Tensor] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
+        return _no_sparse_plan, ()
 
     def statistics(self, channels: int) -> Tensor:
-        """Room for what a forward keeps: made after a pattern, which is the fastest way to make a tensor."""
+        """Memory for what a forward keeps. ``empty_like`` of a pattern is the fastest way to make a tensor."""
         pattern = self._saved.get(channels)
         if pattern is None:
             size = 1 + 2 * self._struct.groups, channels
@@ -175,39 +183,40 @@ class _PlanOf:
 
 
 def _in_common(m: Tensor) -> tuple[Tensor, Tensor]:
-    """What the rows of ``m`` have in common (1, B), and what each has besides: memory rows are summed once for all splits."""
+    """What all rows of ``m`` have in common (1, B), and the rest of each: memory rows are summed once for all splits."""
     shared = m.amin(0, keepdim=True)
     rest = m - shared
     return shared, rest.where(rest > 1e-12, 0.0)
 
 
-def _plan_of(plan: Plan) -> _PlanOf:
+def _sparse_plan(plan: Plan) -> _SparsePlan:
     found = plan.__dict__.get("_native")
     if found is None:
-        found = plan.__dict__["_native"] = _PlanOf(plan)
+        found = plan.__dict__["_native"] = _SparsePlan(plan)
     return found
 
 
-def _nothing() -> None:
-    """What a copy of a plan has of the kernels' form: it makes its own."""
+def _no_sparse_plan() -> None:
+    """A copy of a plan starts without one and makes its own: addresses cannot be copied."""
 
 
 # -- Autograd -----------------------------------------------------------------------------------------------------------
 
 
-class _Compiled(torch.autograd.Function):
-    """The kernels, differentiable; saves the input and 1 + 2r values per channel."""
+class _NativeNorm(torch.autograd.Function):
+    """Saves the input and 1 + 2r values per channel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, others: tuple[Any, ...]) -> Tensor:
-        plan, last, eps, running_mean, running_var, momentum = others
+        plan, eps, running_mean, running_var, momentum = others
         rows = x if x.dtype == torch.float32 else x.float()
-        its, channels, elements = _plan_of(plan), x.size(1), x.numel()
+        last = not rows.is_contiguous()
+        sparse, channels, elements = _sparse_plan(plan), x.size(1), x.numel()
         threads = min(torch.get_num_threads(), 1 + elements // _ELEMENTS_A_THREAD)
         shape = channels, elements // (channels * plan.rows), last, threads
-        y, saved = torch.empty_like(rows), its.statistics(channels)
+        y, saved = torch.empty_like(rows), sparse.statistics(channels)
         arguments = _pack(
-            its.address, rows.data_ptr(), 0, y.data_ptr(), _address(weight), _address(bias), saved.data_ptr(),
+            sparse.address, rows.data_ptr(), 0, y.data_ptr(), _address(weight), _address(bias), saved.data_ptr(),
             _address(running_mean), _address(running_var), 0, 0, *shape, momentum, eps,
         )  # fmt: skip
         if _kernels.tbbn_forward(arguments):
@@ -218,11 +227,13 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() or type(grad) is not Tensor or intercepted() or _is_wrapped(grad):
-            return _differentiable(ctx, grad)
+        if torch.is_grad_enabled() or type(grad) is not Tensor or under_transform() or _is_wrapped(grad):
+            x, weight, bias, _ = ctx.saved_tensors
+            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                return *reference_gradients(grad, x, weight, bias, ctx.plan, ctx.eps, ctx.needs_input_grad[:3]), None
         x, weight, bias, saved = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        # Hooks on saved tensors may have laid them out anew.
+        # Hooks on saved tensors may have changed their strides.
         weight, saved = _parameter(weight), saved.contiguous()
         (rows, last), (channels, pixels, _, threads) = _dense(x), ctx.shape
         g = grad if grad.dtype == rows.dtype and grad.stride() == rows.stride() else torch.empty_like(rows).copy_(grad)
@@ -230,7 +241,7 @@ class _Compiled(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if weight is not None and need_weight else None
         grad_bias = torch.empty_like(bias) if need_bias else None
         arguments = _pack(
-            _plan_of(ctx.plan).address, rows.data_ptr(), g.data_ptr(), _address(dx), _address(weight), 0,
+            _sparse_plan(ctx.plan).address, rows.data_ptr(), g.data_ptr(), _address(dx), _address(weight), 0,
             saved.data_ptr(), 0, 0, _address(grad_weight), _address(grad_bias),
             channels, pixels, last, threads, 0.0, 0.0,
         )  # fmt: skip
@@ -241,49 +252,19 @@ class _Compiled(torch.autograd.Function):
         return dx, grad_weight, grad_bias, None
 
 
-# Function.apply minus its care for functorch, whose tensors never come here: a tenth of the time of a small layer.
-_apply = super(torch.autograd.Function, _Compiled).apply
-
-
-def planned_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    plan: Plan,
-    momentum: float | Tensor,
-    eps: float,
-) -> Tensor | None:
-    """:func:`tbbn.nn.functional.task_balanced_batch_norm`, or None where the kernels cannot do it."""
-    last = layout(x, running_mean, running_var, weight, bias, plan)
-    if last is None:
-        return None
-    weight, bias = _parameter(weight), _parameter(bias)
-    if running_mean is None or running_var is None:
-        return _apply(x, weight, bias, (plan, last, eps, None, None, 0.0))
-    y = _apply(x, weight, bias, (plan, last, eps, running_mean, running_var, float(momentum)))
-    if not running_mean.is_inference():  # such have no versions to count
-        torch.autograd.graph.increment_version((running_mean, running_var))
-    return y
-
-
-def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    from tbbn.nn.functional import _differentiable_backward
-
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        return *_differentiable_backward(ctx, grad)[:3], None
+# Function.apply without its checks for functorch, whose tensors never come here: saves a tenth of a small layer's time.
+_apply = super(torch.autograd.Function, _NativeNorm).apply
 
 
 def _parameter(t: Tensor | None) -> Tensor | None:
-    """A weight or bias as the kernels take it; a cast is part of the graph, so its gradient finds the way back."""
+    """A weight or bias in contiguous float32. The cast is part of the autograd graph."""
     if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
         return t
     return t.float().contiguous()
 
 
 def _dense(x: Tensor) -> tuple[Tensor, bool]:
-    """``x`` in float32, and whether its channels lie next to each other; else its pixels do."""
+    """``x`` in float32, and whether its channels are contiguous; otherwise its pixels are."""
     rows = x if x.dtype == torch.float32 else x.float()
     if rows.is_contiguous():
         return rows, False

@@ -1,6 +1,6 @@
-"""Launches of the convolution kernels, and the autograd around them.
+"""Launches of the convolution kernels, and their autograd function.
 
-Importing this module imports Triton; import it only where there is a CUDA tensor to use it on.
+Importing this module imports Triton; import it only for CUDA tensors.
 """
 
 from __future__ import annotations
@@ -12,36 +12,35 @@ import torch
 import triton
 from torch import Tensor
 
-from tbbn.accelerators.triton import conv_kernels as code
-from tbbn.accelerators.triton.launch import device_of, turn
+from tbbn.accelerators.triton import conv_kernels
+from tbbn.accelerators.triton.launch import device_of, launch_options
 from tbbn.accelerators.triton.norm_launch import MOST_PARTS
 
-_TILE = 4096  # values a program of a convolution puts out
-_TILES_A_CHUNK = 8  # of pixels, for a program that sums weights' gradients
-_STAGES = 2  # tiles that it reads ahead, and one
+_TILE = 4096  # output values per program of a convolution
+_TILES_A_CHUNK = 8  # tiles of pixels per program that sums weight gradients
+_STAGES = 2  # pipeline stages of that program
 
 
 def available(dtype: torch.dtype) -> bool:
-    """Whether there are products for it: float32's own have no matrix units, and cuDNN is better at them."""
+    """Whether tensor cores take this type. In full float32 they do not, and cuDNN is faster."""
     return (dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and not _exact(dtype))) and _modern()
 
 
 @cache
 def _modern() -> bool:
-    """Whether the card has matrix units for bfloat16 and tf32."""
-    return code.INTERPRETED or torch.cuda.get_device_capability() >= (8, 0)
+    """Whether the GPU has tensor cores for bfloat16 and tf32."""
+    return conv_kernels.INTERPRETED or torch.cuda.get_device_capability() >= (8, 0)
 
 
 def convolve(x: Tensor, weight: Tensor, stride: int, moments: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The convolution of ``x`` (N, C, H, W) padded by half of the kernel, ``x`` again, and moments where a tile can give them.
+    """The convolution of ``x`` (N, C, H, W) padded by half of the kernel size; ``x`` itself; and moments, if a tile has them.
 
-    It is done in the type of the weight; an ``x`` of another type may have no gradient.
-
-    Moments (2, N, parts, C) are the means and variances of equal parts of every image of the output.
+    Computed in the type of the weight; an ``x`` of another type must not require a gradient. Gradients of the returned ``x`` are
+    added to its own in the same pass. Moments (2, N, parts, C) are the means and variances of equal parts of every output image.
     """
     assert not x.requires_grad or (x.dtype == weight.dtype and x.shape[1] % 16 == 0)
-    # Before, not inside: what is saved must be what a second derivative goes back to.
-    return _Convolution.apply(_last(x), _last(weight), stride, moments)
+    # Outside the autograd function: second derivatives go back to the saved tensors.
+    return _Convolution.apply(_channels_last(x), _channels_last(weight), stride, moments)
 
 
 class _Convolution(torch.autograd.Function):
@@ -59,33 +58,24 @@ class _Convolution(torch.autograd.Function):
         return out, x, found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, beside: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, shortcut: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if grad is None:
-            return beside, None, None, None
+            return shortcut, None, None, None
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # second derivatives are asked for: torch's own backward has them
+        if torch.is_grad_enabled():  # for second derivatives: torch's own backward has them
             pad = [weight.shape[2] // 2] * 2
             dx, dweight = torch.ops.aten.convolution_backward(
-                grad,
-                x.to(weight.dtype),
-                weight,
-                None,
-                [ctx.stride] * 2,
-                pad,
-                [1, 1],
-                False,
-                [0, 0],
-                1,
+                grad, x.to(weight.dtype), weight, None, [ctx.stride] * 2, pad, [1, 1], False, [0, 0], 1,
                 [*needs[:2], False],
-            )[:2]
-            return dx if beside is None or dx is None else dx + beside, dweight, None, None
-        grad = _last(grad)
-        dx = _launch(grad, weight, tuple(x.shape), ctx.stride, back=True, beside=beside)[0] if needs[0] else None
+            )[:2]  # fmt: skip
+            return dx if shortcut is None or dx is None else dx + shortcut, dweight, None, None
+        grad = _channels_last(grad)
+        dx = _launch(grad, weight, tuple(x.shape), ctx.stride, back=True, added=shortcut)[0] if needs[0] else None
         return dx, _weight_gradient(grad, x, weight, ctx.stride) if needs[1] else None, None, None
 
 
-def _last(x: Tensor) -> Tensor:
+def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -95,18 +85,18 @@ def _divisor(n: int, most: int) -> int:
 
 
 def _exact(dtype: torch.dtype) -> bool:
-    """Whether products must be float32's own, as torch's setting for convolutions has it."""
+    """Whether torch's setting for convolutions asks for full float32 products instead of tf32."""
     if dtype != torch.float32:
         return False
     try:
         return not torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # it was set in torch's newer way, which the older one does not answer for
+    except RuntimeError:  # set through torch's newer API: the older one then raises
         return torch.backends.cudnn.conv.fp32_precision != "tf32"  # type: ignore[attr-defined]
 
 
 def _launch(
     x: Tensor, weight: Tensor, shape: tuple[int, ...], stride: int, *, back: bool = False,
-    beside: Tensor | None = None, moments: bool = False,
+    added: Tensor | None = None, moments: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     images, n_out, out_h, out_w = shape
     _, n_in, in_h, in_w = x.shape
@@ -119,10 +109,10 @@ def _launch(
     mean, var = (y, y) if found is None else found.unbind()
     strides = weight.stride() if back else (weight.stride(1), weight.stride(0), *weight.stride()[2:])
     with device_of(x):
-        code.convolve[(triton.cdiv(pixels, tile), n_out // block)](
-            x, weight, y, y if beside is None else _last(beside), mean, var, pixels, in_h, in_w, out_h, out_w, *strides,
-            n_in, n_out, weight.shape[2], stride, back, beside is not None, found is not None, _exact(weight.dtype),
-            tile, _divisor(n_in, 128 // weight.element_size()), block, num_warps=4, num_stages=2, **turn(x),
+        conv_kernels.convolve[(triton.cdiv(pixels, tile), n_out // block)](
+            x, weight, y, y if added is None else _channels_last(added), mean, var, pixels, in_h, in_w, out_h, out_w, *strides,
+            n_in, n_out, weight.shape[2], stride, back, added is not None, found is not None, _exact(weight.dtype),
+            tile, _divisor(n_in, 128 // weight.element_size()), block, num_warps=4, num_stages=2, **launch_options(x),
         )  # fmt: skip
     return y, found
 
@@ -134,15 +124,18 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Te
     k_block, n_block = max(16, triton.next_power_of_2(n_in)), _divisor(n_out, 64)
     tile = max(64, 2048 // k_block)
     chunks = triton.cdiv(pixels, _TILES_A_CHUNK * tile)
-    # Three taps share what they read of the gradient, where registers hold three sums.
+    # Three taps share one read of the gradient if three sums fit the registers.
     taps = size if k_block * n_block <= 1024 else 1
     part = torch.empty((chunks, weight.numel()), dtype=torch.float32, device=x.device)
     out = torch.empty_like(weight, memory_format=torch.channels_last)
+    options = launch_options(x)
     with device_of(x):
-        code.weight_sums[(chunks, size * size // taps, n_out // n_block)](
+        conv_kernels.weight_sums[(chunks, size * size // taps, n_out // n_block)](
             grad, x, part, pixels, _TILES_A_CHUNK * tile, in_h, in_w, out_h, out_w,
             n_in, n_out, size, stride, taps, _exact(weight.dtype), tile, k_block, n_block, num_warps=4, num_stages=_STAGES,
-            **turn(x),
+            **options,
         )  # fmt: skip
-        code.fold[(triton.cdiv(weight.numel(), 64),)](part, out, weight.numel(), chunks, 64, 32, num_warps=4, **turn(x))
+        conv_kernels.fold[(triton.cdiv(weight.numel(), 64),)](
+            part, out, weight.numel(), chunks, 64, 32, num_warps=4, **options
+        )
     return out

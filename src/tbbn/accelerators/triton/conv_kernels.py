@@ -1,33 +1,33 @@
-"""Convolutions of few channels, in Triton's language: a product for every tap, over rows of pixels.
+"""Triton kernels of convolutions with few channels: one matrix product per tap, over rows of pixels.
 
-Images are channels_last, ``x[image, row, column, channel]``; a pixel is counted over all images. ``K`` channels come in and
-``N`` go out. Sums are float32, in an order that does not depend on who is done first.
+Images are channels_last, ``x[image, row, column, channel]``; pixels are numbered over all images. ``K`` is the number of input
+channels, ``N`` of output channels. Sums are float32, in a fixed order.
 """
 
 # mypy: allow-untyped-defs
-# The arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+# Kernel arguments are device pointers and numbers, for which Python has no types.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tbbn.accelerators.triton.launch import take_turn
+from tbbn.accelerators.triton.launch import dependent_launch
 
 
 @triton.jit
 def convolve(
-    x, w, y, beside, tile_mean, tile_var, PIXELS, in_h, in_w, out_h, out_w, w_in, w_out, w_row, w_column,
+    x, w, y, added, tile_mean, tile_var, PIXELS, in_h, in_w, out_h, out_w, w_in, w_out, w_row, w_column,
     K: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr,
     ADD: tl.constexpr, MOMENTS: tl.constexpr, EXACT: tl.constexpr,
-    TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``y`` from ``x``, or with BACK the input's gradient from the output's, to which ADD adds ``beside``.
+    """``y`` from ``x``; with BACK, the gradient of the input from that of the output. ADD adds ``added`` to the result.
 
-    MOMENTS are the mean and variance of each channel over this tile, which must lie in one image: of what is stored, so
-    after rounding.
+    MOMENTS stores the mean and variance of each channel over this tile, which must lie in one image. They are those of the
+    stored values, after rounding.
     """
-    take_turn(AHEAD)
+    dependent_launch(PDL)
     pixel = tl.program_id(0) * TILE + tl.arange(0, TILE)
     out = tl.program_id(1) * N_BLOCK + tl.arange(0, N_BLOCK)
     there = pixel < PIXELS
@@ -36,7 +36,7 @@ def convolve(
     column = pixel % out_w
     acc = tl.zeros((TILE, N_BLOCK), tl.float32)
     for tap in tl.static_range(SIZE * SIZE):
-        if BACK:  # the output pixels whose windows have this one at the tap
+        if BACK:  # the output pixels whose window has this pixel at the tap
             h = row + SIZE // 2 - tap // SIZE
             c = column + SIZE // 2 - tap % SIZE
             good = there & (h >= 0) & (c >= 0) & (h % STRIDE == 0) & (c % STRIDE == 0)
@@ -60,7 +60,7 @@ def convolve(
             acc = tl.dot(a.to(b.dtype), b, acc, input_precision="ieee" if EXACT else "tf32")
     place = pixel[:, None] * N + out[None, :]
     if ADD:
-        acc += tl.load(beside + place, mask=there[:, None], other=0.0).to(tl.float32)
+        acc += tl.load(added + place, mask=there[:, None], other=0.0).to(tl.float32)
     result = acc.to(y.dtype.element_ty)
     tl.store(y + place, result, mask=there[:, None])
     if MOMENTS:
@@ -76,10 +76,10 @@ def convolve(
 def weight_sums(
     g, x, part, PIXELS, CHUNK, in_h, in_w, out_h, out_w,
     K: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, TAPS: tl.constexpr,
-    EXACT: tl.constexpr, TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    EXACT: tl.constexpr, TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weights' gradient over CHUNK pixels, ``part[chunk, n, tap, k]``, at one tap or at the three of a row."""
-    take_turn(AHEAD)
+    """The weight gradient over CHUNK pixels, ``part[chunk, n, tap, k]``, at one tap or at the three taps of a row."""
+    dependent_launch(PDL)
     chunk = tl.program_id(0)
     first = tl.program_id(1) * TAPS
     n = tl.program_id(2) * N_BLOCK + tl.arange(0, N_BLOCK)
@@ -101,7 +101,7 @@ def weight_sums(
         a = tl.load(at, mask=(good & (c >= 0) & (c < in_w))[:, None] & wanted, other=0.0)
         sum0 = tl.dot(up, a.to(up.dtype), sum0, input_precision=precision)
         if TAPS == 3:
-            a = tl.load(at + K, mask=good[:, None] & wanted, other=0.0)  # its middle is a pixel of the image
+            a = tl.load(at + K, mask=good[:, None] & wanted, other=0.0)  # the middle tap is always inside the image
             sum1 = tl.dot(up, a.to(up.dtype), sum1, input_precision=precision)
             a = tl.load(at + 2 * K, mask=(good & (c + 2 < in_w))[:, None] & wanted, other=0.0)
             sum2 = tl.dot(up, a.to(up.dtype), sum2, input_precision=precision)
@@ -113,9 +113,9 @@ def weight_sums(
 
 
 @triton.jit
-def fold(part, out, SIZE, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr):
-    """The sum over chunks."""
-    take_turn(AHEAD)
+def fold(part, out, SIZE, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr):
+    """Sum over chunks."""
+    dependent_launch(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, CHUNKS, TOGETHER):
@@ -125,5 +125,5 @@ def fold(part, out, SIZE, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: t
     tl.store(out + at, acc, mask=at < SIZE)
 
 
-# True where the environment asks for Triton's interpreter: the kernels then run on the CPU, slowly.
+# True with TRITON_INTERPRET=1: the kernels then run on the CPU, slowly.
 INTERPRETED = not isinstance(fold, triton.runtime.JITFunction)

@@ -1,22 +1,22 @@
-"""A random resized crop of stored images in one launch, in Triton's language.
+"""Triton kernel: a random resized crop of stored images and its normalisation, in one launch.
 
-It does what :class:`tbbn.bench.data.augment.ResizedCrop` does with tensors, one matrix an axis, and the normalisation after it.
+The same as :class:`tbbn.bench.data.augment.ResizedCrop` in tensor operations: one interpolation matrix per axis.
 """
 
 # mypy: allow-untyped-defs
-# The arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+# Kernel arguments are device pointers and numbers, for which Python has no types.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tbbn.accelerators.triton.launch import take_turn
+from tbbn.accelerators.triton.launch import dependent_launch
 
 
 @triton.jit
 def _weights(start, length, flip, pixel, N_IN, N_OUT, OUT: tl.constexpr):
-    """Unscaled weights (OUT, pixels) of a padded axis: a triangle around the place of each output, inside the box."""
+    """Unscaled weights (OUT, pixels) of a padded axis: a triangle around the position of each output, inside the box."""
     out = tl.arange(0, OUT)
     out = tl.where(flip > 0.5, N_OUT - 1 - out, out) * 1.0
     step = length / N_OUT
@@ -39,10 +39,10 @@ def _matrix(start, length, flip, N_IN, N_OUT, PAD, IN: tl.constexpr, PADDED: tl.
 def crop(
     images, rows, parameters, mean, std, out, CHANNELS, H, W, OUT_H, OUT_W, PAD, sn, sc, sh, sw,
     BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, PADDED_H: tl.constexpr, PADDED_W: tl.constexpr,
-    TILE_H: tl.constexpr, TILE_W: tl.constexpr, AHEAD: tl.constexpr,
+    TILE_H: tl.constexpr, TILE_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Channel ``program_id(1)`` of row ``program_id(0)``: parameters are top, left, height, width, flip."""
-    take_turn(AHEAD)
+    dependent_launch(PDL)
     n, channel = tl.program_id(0), tl.program_id(1)
     top = tl.load(parameters + n * 5)
     left = tl.load(parameters + n * 5 + 1)

@@ -1,14 +1,14 @@
-"""What all launches of kernels share: the device they go to, and the turn they take.
+"""What all kernel launches share: the device guard and programmatic dependent launch (PDL).
 
-On cards that can (compute capability 9.0 and above) a small kernel is put in place while the one before it still works, and
-waits for it there: kernels that take a few microseconds follow each other without the gap of a launch. ``TBBN_EARLY=0`` in the
-environment forbids it.
+With PDL (compute capability 9.0 and above) the blocks of a small kernel are scheduled while the kernel before it still runs, and
+wait there. Kernels of a few microseconds then follow each other without a launch gap. ``TBBN_PDL=0`` in the environment turns
+it off.
 
-Importing this module imports Triton; import it only where there is a CUDA tensor to use it on.
+Importing this module imports Triton; import it only for CUDA tensors.
 """
 
 # mypy: allow-untyped-defs
-# The arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+# Kernel arguments are device pointers and numbers, for which Python has no types.
 
 from __future__ import annotations
 
@@ -29,38 +29,34 @@ except ImportError:  # an older Triton
 
 
 @triton.jit
-def take_turn(AHEAD: tl.constexpr):
-    """First thing in every kernel: wait until all before it is done and to be seen, then let the next be put in place.
+def dependent_launch(PDL: tl.constexpr):
+    """Programmatic dependent launch: wait for earlier writes, then release the next kernel.
 
-    Nothing may be read or written before this. What comes after the next kernel waits for that one, and so for this one.
+    Every kernel calls it first: nothing may be read or written before. The kernel after the next waits for the next one, and so
+    for this one too.
     """
-    if AHEAD:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
 
-_SMALL = 2**21  # values; with six times as many, kernels that wait in place were slower (docs/speed.md)
+_PDL_LIMIT = 2**21  # values; with six times as many, PDL was slower (docs/speed.md)
 
 
-def turn(x: Tensor) -> dict[str, Any]:
-    """The arguments of a launch on the device of ``x``, and about its size, for a kernel that takes its turn."""
-    return {"AHEAD": True, "launch_pdl": True} if x.numel() <= _SMALL and _can(x.device) else {"AHEAD": False}
+def launch_options(x: Tensor) -> dict[str, Any]:
+    """Keyword arguments that turn PDL on or off for a kernel over a tensor like ``x``."""
+    return {"PDL": True, "launch_pdl": True} if x.numel() <= _PDL_LIMIT and supports_pdl(x.device) else {"PDL": False}
 
 
 @cache
-def _can(device: torch.device) -> bool:
-    if (
-        device.type != "cuda"
-        or torch.version.hip is not None
-        or gdc_wait is None
-        or os.environ.get("TBBN_EARLY") == "0"
-    ):
+def supports_pdl(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or gdc_wait is None or os.environ.get("TBBN_PDL") == "0":
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels go to the current device; make it that of ``x``."""
+    """Make the device of ``x`` current: kernels are launched on the current device."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return nullcontext()

@@ -1,22 +1,22 @@
-"""The kernels of task-balanced batch norm's backward pass, in Triton's language: names are those of the forward pass.
+"""Triton kernels of the norm's backward pass. Argument names are those of ``norm_forward.py``.
 
-Everything is float32 inside, and relative to the mean of the channel's first group.
+All arithmetic is float32 and relative to the mean of the channel's first group (the centre).
 """
 
 # mypy: allow-untyped-defs
-# The arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+# Kernel arguments are device pointers and numbers, for which Python has no types.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tbbn.accelerators.triton.launch import take_turn
+from tbbn.accelerators.triton.launch import dependent_launch
 from tbbn.accelerators.triton.norm_forward import (
-    from_the_end,
     gain_of,
     groups_from,
     over_pixels,
+    reverse_tile,
     tile,
     to_pixels,
     whole_tile,
@@ -25,7 +25,7 @@ from tbbn.accelerators.triton.norm_forward import (
 
 @triton.jit
 def _upstream(g, y, offsets, mask, RELU: tl.constexpr):
-    """The gradient that reaches the affine pass: nothing where the ReLU after it was closed."""
+    """The gradient that reaches the affine pass: zero where the ReLU after it was inactive."""
     up = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
     if RELU:
         up = tl.where(tl.load(y + offsets, mask=mask, other=0.0) > 0, up, 0.0)
@@ -33,10 +33,10 @@ def _upstream(g, y, offsets, mask, RELU: tl.constexpr):
 
 
 @triton.jit
-def _entering(
+def _load_tile(
     g, x, y, dresidual, centre, offsets, mask, RELU: tl.constexpr, RESIDUAL: tl.constexpr
 ):  # fmt: skip
-    """What a backward pass reads of a tile: the gradient that reaches it, also the residual's, and ``x - centre``."""
+    """What a backward pass reads of a tile: the upstream gradient (also stored as the residual's) and ``x - centre``."""
     up = _upstream(g, y, offsets, mask, RELU)
     if RESIDUAL:
         tl.store(dresidual + offsets, up, mask=mask)
@@ -46,10 +46,10 @@ def _entering(
 @triton.jit
 def row_sums(
     g, x, y, mean, part_g, part_gx, B, C, P, SPAN, sb, sp, sc,
-    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums of ``g`` and of ``g * (x - centre)`` over every part of every row; the centre is the first group's mean."""
-    take_turn(AHEAD)
+    dependent_launch(PDL)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     begin = tl.program_id(1) * SPAN * sp
@@ -58,7 +58,7 @@ def row_sums(
     sum_gx = tl.zeros((ROWS, CHANNELS), tl.float32)
     for start in range(0, SPAN, PIXELS):
         offsets, mask = tile(row, start + tl.arange(0, PIXELS), channel, B, C, SPAN, sb, sp, sc)
-        up, d = _entering(g, x, y, g, centre[None, None, :], begin + offsets, mask, RELU, False)
+        up, d = _load_tile(g, x, y, g, centre[None, None, :], begin + offsets, mask, RELU, False)
         sum_g += tl.sum(up, 1)
         sum_gx += tl.sum(up * d, 1)
     at = (row[:, None] * (P // SPAN) + tl.program_id(1)) * C + channel[None, :]
@@ -109,14 +109,14 @@ def whole_backward(
     g, x, y, dx, dresidual, weight, gather, scatter, mean, var, dweight, dbias, eps,
     B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
     BATCH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All of it for a block of channels whose whole batch is one tile."""
-    take_turn(AHEAD)
+    """The whole backward pass, for a block of channels whose batch fits one tile."""
+    dependent_launch(PDL)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row, offsets, mask = whole_tile(channel, B, C, P, sb, sp, sc, BATCH, RUNS, RUN)
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
-    up, d = _entering(g, x, y, dresidual, centre[None, None, None, :], offsets, mask, RELU, RESIDUAL)
+    up, d = _load_tile(g, x, y, dresidual, centre[None, None, None, :], offsets, mask, RELU, RESIDUAL)
     factor, slope, level = _backward_plan(
         over_pixels(up), over_pixels(up * d), row, channel, centre, weight, gather, scatter, mean, var, dweight, dbias, eps,
         B, C, P, R, gj, gb, vb, vj, BATCH, CHANNELS, GROUPS, WEIGHT, BIAS,
@@ -129,10 +129,10 @@ def plan_backward(
     part_g, part_gx, factor, slope, level, weight, gather, scatter, mean, var, dweight, dbias, eps,
     B, C, P, R, gj, gb, vb, vj,
     BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The transposed plan alone, from the sums over PARTS of each row."""
-    take_turn(AHEAD)
+    """Only the transposed plan, once per channel. Reads the sums over PARTS of each row."""
+    dependent_launch(PDL)
     row = tl.arange(0, BATCH)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     at = row[:, None] * (PARTS * C) + channel[None, :]
@@ -157,14 +157,14 @@ def plan_backward(
 def affine_backward(
     g, x, y, dx, dresidual, mean, factor, slope, level, B, C, P, sb, sp, sc,
     ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``dx = A g + X (x - centre) + K`` for a block of rows, channels and pixels."""
-    take_turn(AHEAD)
-    row, pixel, channel = from_the_end(ROWS, PIXELS, CHANNELS)
+    dependent_launch(PDL)
+    row, pixel, channel = reverse_tile(ROWS, PIXELS, CHANNELS)
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
     offsets, mask = tile(row, pixel, channel, B, C, P, sb, sp, sc)
-    up, d = _entering(g, x, y, dresidual, centre[None, None, :], offsets, mask, RELU, RESIDUAL)
+    up, d = _load_tile(g, x, y, dresidual, centre[None, None, :], offsets, mask, RELU, RESIDUAL)
     at = row[:, None] * C + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
     a = tl.load(factor + at, mask=there, other=0.0)

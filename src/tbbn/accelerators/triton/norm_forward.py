@@ -1,15 +1,15 @@
-"""The kernels of task-balanced batch norm's forward pass, in Triton's language; those of backward lie beside them.
+"""Triton kernels of the norm's forward pass. Those of the backward pass are in ``norm_backward.py``.
 
-A batch is cut into tiles (ROWS, PIXELS, CHANNELS); the strides ``sb, sp, sc`` of row, pixel and channel say where they lie,
-so one kernel serves NCHW, channels_last and (N, C). ``B, C, P, R`` count rows, channels, pixels and groups; ``gj, gb`` and
+A batch is divided into tiles (ROWS, PIXELS, CHANNELS). ``sb, sp, sc`` are the strides of row, pixel and channel, so one kernel
+serves NCHW, channels_last and (N, C). ``B, C, P, R`` are the numbers of rows, channels, pixels and groups. ``gj, gb`` and
 ``vb, vj`` are the strides of the plan's ``gather`` (r, B) and ``scatter`` (B, r).
 
-Everything is float32 inside, and relative to the channel's first element: a large common offset costs no more digits than in
-batch norm.
+All arithmetic is float32 and relative to the channel's first element (the pivot): a large common offset then costs no more
+digits than in batch norm.
 """
 
 # mypy: allow-untyped-defs
-# The arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+# Kernel arguments are device pointers and numbers, for which Python has no types.
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import re
 import triton
 import triton.language as tl
 
-from tbbn.accelerators.triton.launch import take_turn
+from tbbn.accelerators.triton.launch import dependent_launch
 
 
 @triton.jit
@@ -29,17 +29,17 @@ def tile(row, pixel, channel, B, C, P, sb, sp, sc):
     return offsets, mask
 
 
-# Of axes that are alike to it Triton gives threads the first one first, and since 3.7 the last one.
+# Among axes it ranks equal, Triton before 3.7 assigns threads to the first one first; since 3.7, to the last one.
 ROWS_FIRST = tl.constexpr(tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < (3, 7))
 
 
 @triton.jit
 def whole_tile(channel, B, C, P, sb, sp, sc, BATCH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
-    """Rows, offsets and mask of a tile of all rows, their pixels in RUNS runs of RUN neighbours.
+    """Rows, offsets and mask of a tile with all rows, their pixels in RUNS runs of RUN neighbours.
 
-    A run is spread over neighbouring threads, and the runs of a row lie in the same threads: sums over runs are additions,
-    only the sum inside a run is exchanged. The axes are (rows, runs, run, channels), or (runs, rows, run, channels). What
-    lies between runs is added last and in 64 bits, and so becomes part of the instruction.
+    A run is spread over neighbouring threads, and all runs of a row are in the same threads: sums over runs are additions,
+    and only the sum inside a run needs shuffles. The axes are (rows, runs, run, channels), or (runs, rows, run, channels).
+    The offset of a run is added last and in 64 bits, so that it becomes an immediate of the load instruction.
     """
     row, begin, inner = tl.arange(0, BATCH), tl.arange(0, RUNS) * RUN, tl.arange(0, RUN)
     near = to_pixels(row[:, None]) * sb + inner[None, None, :, None] * sp + channel[None, None, None, :] * sc
@@ -68,8 +68,8 @@ def to_pixels(t):
 
 
 @triton.jit
-def from_the_end(ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    """A program's rows, pixels and channels, those first that lie last: they were read last, and may be in the cache still."""
+def reverse_tile(ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
+    """A program's rows, pixels and channels, in reverse order: the tail is likely still in L2."""
     channel = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHANNELS + tl.arange(0, CHANNELS)
     pixel = (tl.num_programs(1) - 1 - tl.program_id(1)) * PIXELS + tl.arange(0, PIXELS)
     row = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS + tl.arange(0, ROWS)
@@ -87,10 +87,10 @@ def _centred(d, mask, n):
 @triton.jit
 def moments(
     x, part_mean, part_var, B, C, P, SPAN, sb, sp, sc,
-    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Mean and variance of every part of every row, SPAN pixels each, relative to the channel's first element."""
-    take_turn(AHEAD)
+    dependent_launch(PDL)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     begin = tl.program_id(1) * SPAN
@@ -102,7 +102,7 @@ def moments(
         d = tl.load(x + begin * sp + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
         n = tl.minimum(SPAN - start, PIXELS) * 1.0
         piece, piece_square = _centred(tl.where(mask, d, 0.0), mask, n)
-        # Chan's rule joins the moments of this piece to those of the pieces before.
+        # Chan's rule merges the moments of this piece with those of the pieces before.
         share = n / (start + n)
         delta = piece - mean
         mean += delta * share
@@ -123,7 +123,7 @@ def gain_of(weight, channel, inside, CHANNELS: tl.constexpr, WEIGHT: tl.constexp
 
 @triton.jit
 def groups_from(start, gather, scatter, row, B, R, gj, gb, vb, vj, GROUPS: tl.constexpr):
-    """GROUPS groups of the plan, which of them there are, and what gather and scatter (GROUPS, BATCH) say of them."""
+    """GROUPS groups of the plan, a mask of those that exist, and their rows of gather and scatter (GROUPS, BATCH)."""
     group = start + tl.arange(0, GROUPS)
     known = group < R
     there = known[:, None] & (row < B)[None, :]
@@ -140,7 +140,7 @@ def _forward_plan(
     BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """From row moments (BATCH, CHANNELS) to the affine pass of each row; stores group statistics, moves running ones."""
+    """From row moments (BATCH, CHANNELS) to each row's factor and offset. Stores group statistics, updates running ones."""
     inside = channel < C
     gain = gain_of(weight, channel, inside, CHANNELS, WEIGHT)
     factor = tl.zeros((BATCH, CHANNELS), tl.float32)
@@ -199,10 +199,10 @@ def whole_forward(
     B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
     BATCH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
-    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
+    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All of it for a block of channels whose whole batch is one tile."""
-    take_turn(AHEAD)
+    """The whole forward pass, for a block of channels whose batch fits one tile."""
+    dependent_launch(PDL)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row, offsets, mask = whole_tile(channel, B, C, P, sb, sp, sc, BATCH, RUNS, RUN)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
@@ -224,10 +224,10 @@ def plan_forward(
     B, C, R, sc, gj, gb, vb, vj,
     BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ABSOLUTE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
+    RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The plan alone: once for each channel, not once for each tile of it. From the moments of equal PARTS of each row."""
-    take_turn(AHEAD)
+    """Only the plan, once per channel instead of once per tile. Reads the moments of equal PARTS of each row."""
+    dependent_launch(PDL)
     row = tl.arange(0, BATCH)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
@@ -259,11 +259,11 @@ def plan_forward(
 def affine(
     x, y, residual, factor, offset, B, C, P, sb, sp, sc,
     ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``y = (x - pivot) * A + S`` for a block of rows, channels and pixels."""
-    take_turn(AHEAD)
-    row, pixel, channel = from_the_end(ROWS, PIXELS, CHANNELS)
+    dependent_launch(PDL)
+    row, pixel, channel = reverse_tile(ROWS, PIXELS, CHANNELS)
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
     offsets, mask = tile(row, pixel, channel, B, C, P, sb, sp, sc)
     d = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - pivot[None, None, :]
@@ -275,14 +275,14 @@ def affine(
 
 
 @triton.jit
-def fixed(
+def eval_affine(
     x, y, residual, mean, var, weight, bias, eps, B, C, P, sb, sp, sc,
     ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Batch norm with statistics that are given, as at test time."""
-    take_turn(AHEAD)
-    row, pixel, channel = from_the_end(ROWS, PIXELS, CHANNELS)
+    """Batch norm by given statistics, as in eval mode."""
+    dependent_launch(PDL)
+    row, pixel, channel = reverse_tile(ROWS, PIXELS, CHANNELS)
     inside = channel < C
     centre = tl.load(mean + channel, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.load(var + channel, mask=inside, other=0.0).to(tl.float32) + eps)
@@ -296,5 +296,5 @@ def fixed(
     _store(y, residual, offsets, mask, result, RELU, RESIDUAL)
 
 
-# True where the environment asks for Triton's interpreter: the kernels then run on the CPU, slowly.
+# True with TRITON_INTERPRET=1: the kernels then run on the CPU, slowly.
 INTERPRETED = not isinstance(moments, triton.runtime.JITFunction)

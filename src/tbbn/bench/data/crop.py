@@ -31,8 +31,8 @@ def cropped(
     memory_format: torch.memory_format,
 ) -> Tensor:  # fmt: skip
     """The rows (None: all) of the stored images, augmented by their parameters and normalised: (n, C, h, w) float32."""
-    from tbbn.accelerators.triton import crop as crop_code
-    from tbbn.accelerators.triton.launch import device_of, turn
+    from tbbn.accelerators.triton import crop as crop_kernel
+    from tbbn.accelerators.triton.launch import device_of, launch_options
 
     assert isinstance(augment, ResizedCrop)
     _, channels, height, width = images.shape
@@ -43,10 +43,10 @@ def cropped(
     )
     blocks = [_power(n) for n in (height, width, height + 2 * pad, width + 2 * pad, *size)]
     with device_of(images):
-        crop_code.crop[(len(parameters), channels)](
+        crop_kernel.crop[(len(parameters), channels)](
             images, rows if rows is None else rows.contiguous(), parameters.contiguous(), mean, std, out,
             channels, height, width, *size, pad, *out.stride(),
-            *blocks, num_warps=4, **turn(out),
+            *blocks, num_warps=4, **launch_options(out),
         )  # fmt: skip
     return out
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from tbbn.accelerators.fused import accelerate
 from tbbn.accelerators.native import binding as native
 from tbbn.bench import seeds
 from tbbn.bench.config import RunConfig
@@ -21,7 +22,7 @@ from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.methods import Method, method
 from tbbn.bench.models import Network, backbone
 from tbbn.errors import UserError
-from tbbn.nn import convert, is_balanced, splits
+from tbbn.nn import convert, is_balanced, splits, wants_task_ids
 
 
 def method_of(config: RunConfig) -> Method:
@@ -140,10 +141,8 @@ def make_network(config: RunConfig, method: Method, source: Source, device: torc
         generator=seeds.generator(config.seed, "weights"),
         image_size=(size[0], size[1]),
     )
-    if config.norm.name == "bn" and device.type == "cuda":
-        convert(body, "tbbn")  # which is batch norm as long as it is told nothing, by kernels that lanes can share
-    else:
-        convert(body, config.norm.name, **config.norm.dict())
+    convert(body, config.norm.name, **config.norm.dict())
+    accelerate(body, device)
     network = Network(body, method.make_head(body.n_features)).to(device)
     return network.to(memory_format=memory_format_of(config, device))  # type: ignore[call-overload]
 
@@ -152,11 +151,10 @@ def training_forward(
     config: RunConfig, network: Network, scenario: Scenario, task: Task, device: torch.device
 ) -> TrainingForward:
     """How batches of a task pass through the network."""
-    by_task = config.norm.name == "adab2n" and device.type == "cpu"
     return TrainingForward(
         past_tasks=task.number,
-        takes_layout=config.norm.name != "bn" and is_balanced(network),
-        class_task=task_of_class(scenario).to(device) if by_task else None,
+        takes_layout=is_balanced(network),
+        class_task=task_of_class(scenario).to(device) if wants_task_ids(network) else None,
         separate=config.batch.forward == "separate",
     )
 

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tbbn.accelerators.fused import Conv2d, convolved
+from tbbn.accelerators.fused import Conv2d, conv_moments, norm_act
 from tbbn.bench.models.base import Backbone, Features, global_average, kaiming
-from tbbn.nn import normed
 
 
 def _conv(n_in: int, n_out: int, *, size: int = 3, stride: int = 1) -> Conv2d:
@@ -48,10 +47,10 @@ class BasicBlock(nn.Module):
                 self.downsample = nn.Sequential(_conv(n_in, n_out, size=1, stride=stride), nn.BatchNorm2d(n_out))
 
     def forward(self, x: Tensor, *, relu: bool = False) -> Tensor:
-        out, x, moments = convolved(self.conv1, x, self.bn1)
-        out, _, moments = convolved(self.conv2, normed(self.bn1, out, moments=moments), self.bn2)
+        out, x, moments = conv_moments(self.conv1, x, self.bn1)
+        out, _, moments = conv_moments(self.conv2, norm_act(self.bn1, out, moments=moments), self.bn2)
         shortcut = x if self.downsample is None else self.downsample(x)
-        return normed(self.bn2, out, relu=relu, residual=shortcut, moments=moments)
+        return norm_act(self.bn2, out, relu=relu, residual=shortcut, moments=moments)
 
 
 class ResNet(Backbone):
@@ -116,8 +115,8 @@ class ResNet(Backbone):
         return blocks[-1](x)
 
     def forward(self, images: Tensor) -> Features:
-        x, _, moments = convolved(self.conv1, images, self.bn1)
-        x = normed(self.bn1, x, moments=moments)
+        x, _, moments = conv_moments(self.conv1, images, self.bn1)
+        x = norm_act(self.bn1, x, moments=moments)
         if self.max_pool:
             x = F.max_pool2d(x, 3, stride=2, padding=1)
         stages: list[Tensor] = []

@@ -1,0 +1,67 @@
+"""The protocol of a backend, and the order in which backends are tried: triton, native, eager.
+
+A backend is a module with three functions. All take what :func:`tbbn.nn.functional.task_balanced_batch_norm` takes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Protocol
+
+from torch import Tensor
+
+from tbbn.accelerators import eager
+from tbbn.accelerators.native import binding as native
+from tbbn.accelerators.transforms import under_transform
+from tbbn.accelerators.triton import TRITON
+from tbbn.nn.plan import Plan
+
+
+class Backend(Protocol):
+    def supports(
+        self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+        weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
+    ) -> bool:  # fmt: skip
+        """Whether the backend can take these inputs. ``plan=None`` is plain batch norm."""
+
+    def norm(
+        self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+        weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
+        momentum: float | Tensor, eps: float, batches: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The norm in training mode. Running statistics and the count ``batches`` are updated in place, if given."""
+
+    def norm_act(
+        self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+        weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
+        momentum: float | Tensor, eps: float, batches: Tensor | None = None, *,
+        relu: bool, residual: Tensor | None, moments: Tensor | None = None, training: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """``relu(norm(x) + residual)``; ReLU and residual are optional.
+
+        ``moments`` (2, N, parts, C), if known, are the means and variances of equal parts of each row; they may save a pass.
+        ``training=False``, only with ``plan=None``, is batch norm in eval mode, without gradients.
+        """
+
+
+def find(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
+) -> Backend | None:  # fmt: skip
+    """The first backend that supports these inputs; None: only the reference can take them."""
+    if under_transform():
+        return None
+    for backend in backends(x.is_cuda):
+        if backend.supports(x, running_mean, running_var, weight, bias, plan):
+            return backend
+    return None
+
+
+@cache
+def backends(cuda: bool) -> tuple[Backend, ...]:
+    """The backends for tensors on a GPU or elsewhere, the fastest first. Triton is imported for CUDA tensors only."""
+    if cuda and TRITON:
+        from tbbn.accelerators.triton import norm as triton
+
+        return triton, native, eager
+    return native, eager

@@ -1,0 +1,115 @@
+"""AdaB2N, adaptive balance of batch norm: the one norm of the comparison that uses the task of each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tbbn.errors import UserError
+from tbbn.nn.comparison import AnyDims, apply_affine, pixels_last
+from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
+from tbbn.nn.modules import BalancedNorm, arguments, recomputing
+from tbbn.nn.plan import Layout
+
+
+class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
+    """AdaB2N (Lyu et al., NeurIPS 2023): learnt task weights and an adaptive momentum.
+
+    With ``c_k`` rows of task ``k`` in the batch, the weight of task ``k`` is ``(exp(w_k) + c_k) / sum`` with learnable ``w``,
+    shared equally by its rows. The momentum of the running statistics falls from ``m^kappa`` towards ``1 - (1 - m)^kappa``.
+    ``penalty`` is ``strength`` times the squared distance between batch and running statistics; :func:`tbbn.penalty` sums it
+    over a model, for the loss.
+
+    The task of each row comes from ``balance(..., task_ids=...)``. Without it, memory rows count as spread evenly over the
+    past tasks.
+    """
+
+    wants_task_ids = True
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        max_tasks: int = 100,
+        kappa: float = 1.0,
+        strength: float = 0.1,
+    ) -> None:
+        if momentum is None or not track_running_stats:
+            raise UserError("adab2n: needs running statistics and a momentum, such as 0.1.")
+        super().__init__(num_features, eps, momentum, affine, True, device, dtype)
+        self.task_logits = nn.Parameter(torch.zeros(max_tasks, device=device, dtype=dtype))
+        self.register_buffer("rate", torch.zeros((), device=device))
+        self.max_tasks, self.kappa, self.strength = max_tasks, kappa, strength
+        self.penalty: Tensor | None = None
+
+    def prepare(self, layout: Layout) -> Tensor:
+        n_tasks = layout.past_tasks + 1
+        if n_tasks > self.max_tasks:
+            raise UserError(f"adab2n: max_tasks is {self.max_tasks} but this is task {n_tasks}; raise it.")
+        # Checked on the CPU only: on another device the check would wait for it.
+        if layout.task_ids is not None and layout.task_ids.is_cpu and layout.rows:
+            low, high = (int(t) for t in layout.task_ids.aminmax())
+            if low < 0 or high >= n_tasks:
+                raise UserError(
+                    f"balance: task_ids must lie in 0..{n_tasks - 1} for past_tasks={n_tasks - 1}, got {low}..{high}."
+                )
+        return layout.membership(self.task_logits.device, statistics_dtype(self.task_logits))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "penalty": None}
+
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        assert self.momentum is not None and isinstance(self.rate, Tensor)
+        assert self.running_mean is not None and self.running_var is not None
+        first = torch.full_like(self.rate, self.momentum**self.kappa)
+        following = self.rate / (self.rate + (1 - self.momentum) ** self.kappa)
+        self.rate.copy_(torch.where(self.rate == 0, first, following))
+        update_average(self.running_mean, mean, self.rate)
+        update_average(self.running_var, var, self.rate)
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)  # batch norm
+        self._check_input_dim(x)
+        layout = self.layout_of(x)
+        self.penalty = None
+        if layout is None or not layout.past_tasks:
+            return task_balanced_batch_norm(*arguments(self, x, None))  # batch norm
+        assert self.running_mean is not None and self.running_var is not None
+        rows = pixels_last(x)
+        member = self.prepared(layout).to(rows.dtype)  # (B, tasks)
+        counts = member.sum(0)
+        concentration = self.task_logits[: member.shape[1]].to(rows.dtype).exp() + counts
+        share = concentration / concentration.sum() / counts.clamp_min(torch.finfo(counts.dtype).tiny)
+        # An absent task keeps its share, as published. No matrix products: autocast would round them.
+        weights = (member * torch.where(counts > 0, share, 0)).sum(1, keepdim=True)  # (B, 1)
+        mean = (weights * rows.mean(2)).sum(0)  # (C,)
+        centred = rows - mean.view(1, -1, 1)
+        var = (weights * centred.square().mean(2)).sum(0)
+        if not recomputing():
+            with torch.no_grad():
+                self._track(mean, var)
+        if self.strength:
+            running_mean, running_var = (
+                self.running_mean.to(mean.dtype, copy=True),
+                self.running_var.to(var.dtype, copy=True),
+            )
+            self.penalty = self.strength * (F.mse_loss(mean, running_mean) + F.mse_loss(var, running_var))
+        y = centred * (var + self.eps).rsqrt().view(1, -1, 1)
+        return apply_affine(y, self.weight, self.bias).view(x.shape).to(x.dtype)
+
+
+def penalty(module: nn.Module) -> Tensor | None:
+    """What to add to the loss of the last training forward: the sum of the layers' penalties; None without any."""
+    found = [m.penalty for m in module.modules() if isinstance(m, AdaptiveBalancedNorm) and m.penalty is not None]
+    return torch.stack(found).sum() if found else None

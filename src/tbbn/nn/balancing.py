@@ -1,0 +1,77 @@
+"""``tbbn.balance``: tell the layers of a model what the batch being forwarded is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from tbbn.errors import UserError
+from tbbn.nn.modules import BalancedNorm
+from tbbn.nn.plan import Layout, make_layout
+
+
+class balance:
+    """Give the task-balanced layers of a model the layout of a batch, around its training forward.
+
+    ``with tbbn.balance(model, current=48, memory=16, past_tasks=t): loss = criterion(model(images), labels)``
+
+    Args:
+        module: a model with layers made by :func:`tbbn.convert`.
+        current, memory: the number of rows of the task being learnt, and of replayed rows; current rows come first.
+        is_memory: instead of the counts, for a shuffled batch: a bool per row (on the CPU, to avoid a device sync).
+        past_tasks: the number of tasks learnt before this one; 0 in the first task.
+        task_ids: the task of each row, 0-based; used by layers with ``wants_task_ids`` (AdaB2N), ignored by the others.
+
+    The layout holds inside the block only. Blocks may be nested, and each model has its own. Teachers in eval mode are
+    not affected.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        current: int | None = None,
+        memory: int | None = None,
+        is_memory: Tensor | None = None,
+        past_tasks: int,
+        task_ids: Tensor | None = None,
+    ) -> None:
+        self.layout = make_layout(current, memory, is_memory, past_tasks, task_ids)
+        self.layers = list(balanced_layers(module))
+        if not self.layers:
+            raise UserError(
+                f"balance: {type(module).__name__} has no task-balanced layer; call tbbn.convert(model) once, before training."
+            )
+        # A stack: the same block may be entered again inside itself.
+        self.before: list[list[tuple[Layout | None, Any]]] = []
+
+    def __enter__(self) -> None:
+        # All layers prepare first: one that cannot take the layout raises before any layer is changed.
+        prepared = [layer.prepare(self.layout) for layer in self.layers]
+        self.before.append([(layer._layout, layer._prepared) for layer in self.layers])
+        for layer, ready in zip(self.layers, prepared, strict=True):
+            layer.set_layout(self.layout, ready)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for layer, before in zip(self.layers, self.before.pop(), strict=True):
+            layer.set_layout(*before)
+
+
+def balanced_layers(module: nn.Module) -> Iterator[BalancedNorm]:
+    """The layers of ``module`` to which :func:`balance` gives a layout."""
+    return (m for m in module.modules() if isinstance(m, BalancedNorm))
+
+
+def is_balanced(module: nn.Module) -> bool:
+    """Whether any layer of ``module`` takes a layout from :func:`balance`."""
+    return any(True for _ in balanced_layers(module))
+
+
+def wants_task_ids(module: nn.Module) -> bool:
+    """Whether any layer of ``module`` uses ``balance(..., task_ids=...)``."""
+    return any(layer.wants_task_ids for layer in balanced_layers(module))
