@@ -181,7 +181,7 @@ def test_tiny_imagenet_as_published_is_packed_by_its_annotations(tmp_path: Path)
     got = load("tiny-imagenet", tmp_path)  # under its own name, from tiny-imagenet-packed/
     assert got.classes == expected.classes and torch.equal(got.test.labels, torch.tensor([0, 1]))
     assert torch.equal(got.test.images.to("cpu"), expected.test.images)
-    with pytest.raises(UserError, match=r"tiny-imagenet: packed at 8x8, 32x32 asked for; pack it with --size 32"):
+    with pytest.raises(UserError, match=r"tiny-imagenet: packed at 8x8, but data.size is 32; pack it with --size 32"):
         load("tiny-imagenet", tmp_path, size=32)
 
 

@@ -194,7 +194,7 @@ def test_a_download_is_read_afterwards(tmp_path: Path, monkeypatch: pytest.Monke
             (Path(root) / "cifar-100-python" / part).write_bytes(pickle.dumps(content))
 
     entry = official.OFFICIAL["cifar100"]
-    changed = official.Official(entry.line, entry.stats, entry.paths, entry.place, entry.read, download)
+    changed = official.Official(entry.description, entry.stats, entry.paths, entry.place, entry.read, download)
     monkeypatch.setitem(official.OFFICIAL, "cifar100", changed)
     assert load("cifar100", tmp_path).train.labels.tolist() == [42]
 

@@ -1,47 +1,23 @@
-"""Data sets by name: what lies under the root is read, what is missing is downloaded, and all of it becomes tensors."""
+"""Load a data set by name: `cifar100`, `folder:PATH`, or several in sequence, `mnist+svhn`."""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from tbbn.bench.data.packed.index import PackedImages, is_packed, open_packed
-from tbbn.bench.data.sources import bundled, folders
-from tbbn.bench.data.sources.arrays import read_arrays, recall
-from tbbn.bench.data.sources.listing import is_image_folder
-from tbbn.bench.data.sources.official import OFFICIAL, Stats, fetch
-from tbbn.bench.data.types import UNREADABLE, Contents, Progress, Source, Split
+from tbbn.bench.data.sources import arrays, bundled, folders, official, packed
+from tbbn.bench.data.sources.contents import Stats, make_source
+from tbbn.bench.data.types import UNREADABLE, Progress, Source, Split
 from tbbn.errors import UserError, unknown_name
-from tbbn.registry import DATASETS, register_dataset
+from tbbn.registry import DATASETS
 
-# Channel mean and standard deviation: ImageNet's usual ones, and those of the training images of digits and synthetic.
-_IMAGENET: Stats = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_DIGITS: Stats = ((0.3052,), (0.3760,))
-_SYNTHETIC: Stats = ((0.5, 0.5, 0.5), (0.16, 0.16, 0.16))
-_SEQUENCE: Stats = ((0.5, 0.5, 0.5), (1.0, 1.0, 1.0))  # the paper's code on its five unlike data sets
+_DISSIMILAR = ("mnist", "fashion-mnist", "svhn", "cifar10", "stl10")
+_SEQUENCE_STATS: Stats = ((0.5, 0.5, 0.5), (1.0, 1.0, 1.0))  # those of the paper's code for its five data sets
 _SEQUENCE_SIZE = 32
-_PACKABLE = ("tiny-imagenet", "imagenet100")  # taken from NAME-packed under the root where that is there
-_ALIASES = {"dissimilar": "mnist+fashion-mnist+svhn+cifar10+stl10"}
-
-
-def found(root: str | Path = "data") -> dict[str, bool]:
-    """Which of the named data sets lie under `root`; looks at paths only."""
-    root = Path(root).expanduser()
-    there = {"digits": importlib.util.find_spec("sklearn") is not None, "synthetic": True}
-    for name, official in OFFICIAL.items():
-        lies = official.lies_under(root) or official.lies_packed_under(root)
-        there[name] = lies or is_image_folder(root / name)
-    there["tiny-imagenet"] = folders.tiny_imagenet_folder(root) is not None or (root / folders.TINY_ZIP).exists()
-    there["imagenet100"] = is_image_folder(root / "imagenet100")
-    there |= {name: True for name in _PACKABLE if is_packed(root / f"{name}-packed")}
-    there |= {alias: all(there[name] for name in names.split("+")) for alias, names in _ALIASES.items()}
-    return there
 
 
 def load(
@@ -53,28 +29,34 @@ def load(
     unreadable: str = "fail",
     on_progress: Progress | None = None,
 ) -> Source:
-    """The data set of that name, from what lies under `root` or by a download into it.
+    """The data set of that name, read from `root` or downloaded into it.
 
-    `size` is the side to which the images are resized; without it they keep theirs. `unreadable` says whether an image
-    file that cannot be read is an error ("fail") or left out ("skip"). `on_progress` hears of the images decoded so far
-    and in all. Both concern data sets that lie in folders.
+    `size` resizes the images to size x size; by default they keep their size. An image file that cannot be read is an
+    error (`unreadable="fail"`) or left out ("skip"). `on_progress` is called with the images decoded so far and in all.
     """
     if unreadable not in UNREADABLE:
         raise unknown_name("way to treat unreadable images", unreadable, UNREADABLE)
     if size is not None and size < 1:
         raise UserError(f"{name}: size must be a positive number of pixels, got {size}")
     if "\0" in f"{name}{root}":
-        raise UserError(f"{name!r} under {str(root)!r}: no path has a NUL in it")
-    offered = {"root": Path(root).expanduser(), "download": download, "unreadable": unreadable}
-    offered |= {"size": size, "on_progress": on_progress}
-    # A plus sign may also stand in a folder's name.
-    if name.startswith(("folder:", "packed:")) and _is_folder(name):
-        return _one(name, offered)
-    names = "+".join(_ALIASES.get(part, part) for part in name.split("+")).split("+")
-    if len(names) == 1:
-        return _one(name, offered)
-    offered["size"] = size or _SEQUENCE_SIZE
-    return _sequence(name, [_one(part, offered) for part in names])
+        raise UserError(f"{name!r} under {str(root)!r}: a path cannot contain NUL")
+    arguments = {"root": Path(root).expanduser(), "download": download, "unreadable": unreadable}
+    arguments |= {"size": size, "on_progress": on_progress}
+    # The name of a folder may contain a plus sign.
+    if name.startswith(("folder:", "packed:")) and Path(name.partition(":")[2]).expanduser().is_dir():
+        return _load_one(name, arguments)
+    parts = name.split("+")
+    if len(parts) == 1:
+        return _load_one(name, arguments)
+    names = [member for part in parts for member in (_DISSIMILAR if part == "dissimilar" else (part,))]
+    return _load_sequence(name, names, arguments)
+
+
+def found(root: str | Path = "data") -> dict[str, bool]:
+    """Whether each named data set is present under `root`; looks at paths only."""
+    root = Path(root).expanduser()
+    present = {**bundled.present(), **official.present(root), **folders.present(root)}
+    return present | {"dissimilar": all(present[name] for name in _DISSIMILAR)}
 
 
 def base_names(name: str) -> list[str]:
@@ -88,119 +70,24 @@ def base_names(name: str) -> list[str]:
     return [part.partition(":")[0] for part in name.split("+")]
 
 
-def _is_folder(name: str) -> bool:
-    return Path(name.partition(":")[2]).expanduser().is_dir()
-
-
-def _one(name: str, offered: dict[str, Any]) -> Source:
+def _load_one(name: str, arguments: dict[str, Any]) -> Source:
     base, colon, argument = name.partition(":")
-    own = inspect.signature(DATASETS.get(base)).parameters.get("argument")
-    if colon and own is None:
+    parameter = inspect.signature(DATASETS.get(base)).parameters.get("argument")
+    if colon and parameter is None:
         raise UserError(f"dataset {base!r} takes nothing after a colon, got {name!r}")
-    if not colon and own is not None and own.default is own.empty:
+    if not colon and parameter is not None and parameter.default is parameter.empty:
         raise UserError(f"dataset {base!r} needs more after a colon: {DATASETS.entry(base).description}")
-    made = DATASETS.make(base, name=name, **offered, **({"argument": argument} if colon else {}))
-    if isinstance(made, Source):
-        return made
-    contents, stats = read_arrays(name, made)
-    return _source(name, contents, stats, offered["size"])
+    result = DATASETS.make(base, name=name, **arguments, **({"argument": argument} if colon else {}))
+    if isinstance(result, Source):
+        return result
+    contents, stats = arrays.read_arrays(name, result)
+    return make_source(name, contents, stats, arguments["size"])
 
 
-@register_dataset("digits", "10 handwritten digits of scikit-learn, 1 442 + 355 grey images of 8x8; no download")
-def _digits(name: str, size: int | None) -> Source:
-    return _source(name, bundled.digits(), _DIGITS, size)
-
-
-@register_dataset(
-    "synthetic", "20 made-up classes, 40 + 10 images of 16x16 each; synthetic:CLASSESxTRAINxTESTxSIZE for others"
-)
-def _synthetic(name: str, size: int | None, argument: str = "20x40x10x16") -> Source:
-    return _source(name, bundled.synthetic(argument), _SYNTHETIC, size)
-
-
-def _official(
-    name: str, root: Path, size: int | None, download: bool, unreadable: str, on_progress: Progress | None
-) -> Source:
-    official = OFFICIAL[name]
-    if not official.lies_under(root) and is_image_folder(root / name):
-        options: folders.ReadOptions = {"unreadable": unreadable, "on_progress": on_progress}
-        contents = folders.read_folder(name, root / name, size, channels=len(official.stats[0]), **options)
-        return _source(name, contents, official.stats)
-    if not official.lies_under(root):
-        fetch(name, root, download=download)
-    return _source(name, official.read(root), official.stats, size)
-
-
-for _name in OFFICIAL:
-    DATASETS.register(_name, _official, OFFICIAL[_name].line)
-
-
-@register_dataset("tiny-imagenet", "200 classes, 100 000 + 10 000 images of 64x64; a folder, or its zip")
-def _tiny_imagenet(name: str, root: Path, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
-    if is_packed(root / f"{name}-packed"):
-        return _packed(name, root / f"{name}-packed", size)
-    contents = folders.read_tiny_imagenet(root, size or 64, unreadable=unreadable, on_progress=on_progress)
-    return _source(name, contents, _IMAGENET)
-
-
-@register_dataset("imagenet100", "100 classes of ImageNet, stored at 256x256; a folder")
-def _imagenet100(name: str, root: Path, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
-    if is_packed(root / f"{name}-packed"):
-        return _packed(name, root / f"{name}-packed", size)
-    contents = folders.read_imagenet100(root, size or 256, unreadable=unreadable, on_progress=on_progress)
-    return _source(name, contents, _IMAGENET)
-
-
-@register_dataset("dissimilar", f"the paper's sequence of five unlike data sets at 32x32: {_ALIASES['dissimilar']}")
-def _dissimilar() -> Source:
-    raise AssertionError("load replaces the name by those of its parts")
-
-
-@register_dataset("packed", "packed:PATH, made by tbbn data pack; read during training if it does not fit in memory")
-def _packed_folder(name: str, argument: str, size: int | None) -> Source:
-    return _packed(name, Path(argument).expanduser(), size)
-
-
-@register_dataset(
-    "folder", "folder:PATH, your own images in PATH/train/<class>/ and PATH/test/<class>/ or PATH/val/<class>/"
-)
-def _folder(name: str, argument: str, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
-    options: folders.ReadOptions = {"unreadable": unreadable, "on_progress": on_progress}
-    contents = folders.read_folder(name, Path(argument).expanduser(), size, **options)
-    return _source(name, contents, _IMAGENET)
-
-
-@register_dataset("arrays", "arrays:DIGEST, what was given to tbbn.run(data=...) in this process")
-def _arrays(argument: str, size: int | None) -> Source:
-    source = recall(argument)
-    contents = Contents(source.train, source.test, source.classes)
-    return _source(source.name, contents, (source.mean, source.std), size)
-
-
-def _source(name: str, contents: Contents, stats: Stats, size: int | None = None) -> Source:
-    train, test = (Split(_resized(split.images, size), split.labels) for split in (contents.train, contents.test))
-    shapes = ["x".join(map(str, split.images.shape[1:])) for split in (train, test)]
-    if shapes[0] != shapes[1]:
-        raise UserError(
-            f"{name}: images of train ({shapes[0]}) and test ({shapes[1]}) differ in size; set data.size to resize them"
-        )
-    return Source(name, train, test, contents.classes, (0,) * len(contents.classes), *stats, contents.skipped)
-
-
-def _packed(name: str, folder: Path, size: int | None) -> Source:
-    """A packed set, which stays on the disk until the engine asks for its images."""
-    packed = open_packed(folder)
-    height, width = packed.images[0].shape[2:]
-    if size is not None and (height, width) != (size, size):
-        raise UserError(
-            f"{name}: packed at {height}x{width}, {size}x{size} asked for; pack it with --size {size}, or leave data.size"
-        )
-    train, test = (Split(images, labels) for images, labels in zip(packed.images, packed.labels, strict=True))
-    return Source(name, train, test, packed.classes, (0,) * len(packed.classes), *_IMAGENET, packed.skipped)
-
-
-def _sequence(name: str, sources: list[Source]) -> Source:
-    """Several data sets as one: grey repeated to RGB, class ids counted on."""
+def _load_sequence(name: str, names: list[str] | tuple[str, ...], arguments: dict[str, Any]) -> Source:
+    """Several data sets as one, of one size and in RGB; the class ids of each follow those of the one before."""
+    arguments = {**arguments, "size": arguments["size"] or _SEQUENCE_SIZE}
+    sources = [_load_one(part, arguments) for part in names]
     splits = []
     for part in ("train", "test"):
         images, labels, offset = [], [], 0
@@ -211,15 +98,61 @@ def _sequence(name: str, sources: list[Source]) -> Source:
             offset += len(source.classes)
         splits.append(Split(torch.cat(images), torch.cat(labels)))
     classes = tuple(f"{source.name}/{label}" for source in sources for label in source.classes)
-    groups = tuple(place for place, source in enumerate(sources) for _ in source.classes)
+    groups = tuple(i for i, source in enumerate(sources) for _ in source.classes)
     skipped = tuple(file for source in sources for file in source.skipped)
-    return Source(name, splits[0], splits[1], classes, groups, *_SEQUENCE, skipped)
+    return Source(name, splits[0], splits[1], classes, groups, *_SEQUENCE_STATS, skipped)
 
 
-def _resized(images: Tensor | PackedImages, size: int | None) -> Tensor | PackedImages:
-    """Images (N, C, H, W) uint8 resized to size x size by PIL's bilinear rule, in pieces to save memory."""
-    if size is None or images.shape[2:] == (size, size):
-        return images
-    assert isinstance(images, Tensor), "packed images are resized when they are packed"
-    pieces = (F.interpolate(piece, (size, size), mode="bilinear", antialias=True) for piece in images.split(1024))
-    return torch.cat(list(pieces))
+def _dissimilar(
+    name: str, root: Path, size: int | None, download: bool, unreadable: str, on_progress: Progress | None
+) -> Source:
+    arguments = {"root": root, "download": download, "unreadable": unreadable}
+    return _load_sequence(name, _DISSIMILAR, arguments | {"size": size, "on_progress": on_progress})
+
+
+# A function may take any of name, root, size, download, unreadable, on_progress and argument (what follows a colon).
+_BUILT_IN: tuple[tuple[str, Callable[..., Source], str], ...] = (
+    (
+        "digits",
+        bundled.digits,
+        "10 handwritten digits of scikit-learn, 1 442 + 355 grey images of 8x8; no download",
+    ),
+    (
+        "synthetic",
+        bundled.synthetic,
+        "20 generated classes, 40 + 10 images of 16x16 each; synthetic:CLASSESxTRAINxTESTxSIZE for others",
+    ),
+    *((name, official.read_official, entry.description) for name, entry in official.OFFICIAL.items()),
+    (
+        "tiny-imagenet",
+        folders.tiny_imagenet,
+        "200 classes, 100 000 + 10 000 images of 64x64; a folder, or its zip",
+    ),
+    (
+        "imagenet100",
+        folders.imagenet100,
+        "100 classes of ImageNet, stored at 256x256; a folder",
+    ),
+    (
+        "dissimilar",
+        _dissimilar,
+        f"the paper's sequence of five dissimilar data sets at 32x32: {'+'.join(_DISSIMILAR)}",
+    ),
+    (
+        "packed",
+        packed.packed,
+        "packed:PATH, made by tbbn data pack; read during training if it does not fit in memory",
+    ),
+    (
+        "folder",
+        folders.folder,
+        "folder:PATH, your own images in PATH/train/<class>/ and PATH/test/<class>/ or PATH/val/<class>/",
+    ),
+    (
+        "arrays",
+        arrays.arrays,
+        "arrays:DIGEST, what was passed to tbbn.run(data=...) in this process",
+    ),
+)
+for _name, _read, _description in _BUILT_IN:
+    DATASETS.register(_name, _read, _description)

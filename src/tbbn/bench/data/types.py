@@ -31,16 +31,6 @@ class Listing:
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
-    """What the files of a data set hold: both splits, and the class names in the order of their ids."""
-
-    train: Split
-    test: Split
-    classes: tuple[str, ...]
-    skipped: tuple[str, ...] = ()  # unreadable image files that were left out
-
-
-@dataclass(frozen=True, eq=False)
 class Source:
     """A whole data set: both splits, the class names in the order of their ids, and channel statistics in [0, 1].
 

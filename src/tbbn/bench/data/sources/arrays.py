@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbbn.bench.data.types import Contents, Source, Split
+from tbbn.bench.data.sources.contents import Contents, Stats, make_source
+from tbbn.bench.data.types import Source, Split
 from tbbn.errors import UserError
 
-Stats = tuple[tuple[float, ...], tuple[float, ...]]
 _CHANNELS = (1, 3)  # a last axis of this length holds channels, unless the second does
 _EVERY = 5  # of a class's images, the fifth, tenth, ... are for test where nobody has split them
 
@@ -38,6 +38,13 @@ def remember(data: Any) -> Source:
     groups = (0,) * len(contents.classes)
     source = Source(f"arrays:{digest}", contents.train, contents.test, contents.classes, groups, *stats)
     return _given.setdefault(digest, source)
+
+
+def arrays(argument: str, size: int | None) -> Source:
+    """The data set ``arrays:DIGEST``, at the size asked for."""
+    source = recall(argument)
+    contents = Contents(source.train, source.test, source.classes)
+    return make_source(source.name, contents, (source.mean, source.std), size)
 
 
 def recall(digest: str) -> Source:

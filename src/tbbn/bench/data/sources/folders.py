@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TypedDict
 
-from tbbn.bench.data.packed.index import PackedSet
+from tbbn.bench.data.packed.index import PackedSet, is_packed
 from tbbn.bench.data.packed.workers import Workers
 from tbbn.bench.data.packed.writer import NoRoom, PackRequest, write_packed
 from tbbn.bench.data.sources import archives
+from tbbn.bench.data.sources.contents import IMAGENET_STATS, Contents, make_source
 from tbbn.bench.data.sources.decoding import unreadable_error
 from tbbn.bench.data.sources.images import SKIP_OPTION, decode
 from tbbn.bench.data.sources.listing import FolderListing, chosen_classes, class_names, is_image_folder, list_folder
-from tbbn.bench.data.types import Contents, Progress, Split
+from tbbn.bench.data.sources.packed import packed_source
+from tbbn.bench.data.types import Progress, Source, Split
 from tbbn.errors import UserError, printable
 
 TINY_ZIP = "tiny-imagenet-200.zip"
@@ -21,11 +22,36 @@ _TINY_FOLDERS = ("tiny-imagenet-200", "tiny-imagenet")
 _CACHED_FROM = 1 << 30  # bytes of decoded images from which ImageNet-100 is kept decoded on disk
 
 
-class ReadOptions(TypedDict):
-    """How image files are read; see `read_folder`."""
+def present(root: Path) -> dict[str, bool]:
+    tiny = tiny_imagenet_folder(root) is not None or (root / TINY_ZIP).exists()
+    found = {"tiny-imagenet": tiny, "imagenet100": is_image_folder(root / "imagenet100")}
+    return {name: there or is_packed(root / f"{name}-packed") for name, there in found.items()}
 
-    unreadable: str
-    on_progress: Progress | None
+
+def folder(name: str, argument: str, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
+    path = Path(argument).expanduser()
+    contents = read_folder(name, path, size, unreadable=unreadable, on_progress=on_progress)
+    return make_source(name, contents, IMAGENET_STATS)
+
+
+def tiny_imagenet(name: str, root: Path, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
+    """Tiny-ImageNet packed, as published with val/val_annotations.txt, or with one folder per class in val/."""
+    if is_packed(root / f"{name}-packed"):
+        return packed_source(name, root / f"{name}-packed", size)
+    path = tiny_imagenet_folder(root)
+    if path is None and (root / TINY_ZIP).exists():
+        archives.unpack(root / TINY_ZIP, root, _TINY_FOLDERS[0])
+        path = tiny_imagenet_folder(root)
+    if path is None:
+        raise UserError(
+            f"{name}: no data under {root}; place tiny-imagenet-200/ or tiny-imagenet-200.zip there, from "
+            "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+        )
+    # The published test/ has no labels.
+    contents = read_folder(
+        name, path, size or 64, test_names=("val", "test"), unreadable=unreadable, on_progress=on_progress
+    )
+    return make_source(name, contents, IMAGENET_STATS)
 
 
 def tiny_imagenet_folder(root: Path) -> Path | None:
@@ -33,48 +59,41 @@ def tiny_imagenet_folder(root: Path) -> Path | None:
     return next((root / name for name in _TINY_FOLDERS if is_image_folder(root / name)), None)
 
 
-def read_tiny_imagenet(
-    root: Path, size: int, unreadable: str = "fail", on_progress: Progress | None = None
-) -> Contents:
-    """Tiny-ImageNet as published, with val/val_annotations.txt, or with one folder per class in val/."""
-    folder = tiny_imagenet_folder(root)
-    if folder is None and (root / TINY_ZIP).exists():
-        archives.unpack(root / TINY_ZIP, root, _TINY_FOLDERS[0])
-        folder = tiny_imagenet_folder(root)
-    if folder is None:
+def imagenet100(name: str, root: Path, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
+    """ImageNet-100 packed, or the classes listed in imagenet100/classes.txt, or the first hundred by name."""
+    if is_packed(root / f"{name}-packed"):
+        return packed_source(name, root / f"{name}-packed", size)
+    path = root / "imagenet100"
+    if not is_image_folder(path):
         raise UserError(
-            f"tiny-imagenet: no data under {root}; place tiny-imagenet-200/ or tiny-imagenet-200.zip there, from "
-            "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-        )
-    options: ReadOptions = {"unreadable": unreadable, "on_progress": on_progress}
-    # The published test/ has no labels.
-    return read_folder("tiny-imagenet", folder, size, test_names=("val", "test"), **options)
-
-
-def read_imagenet100(root: Path, size: int, unreadable: str = "fail", on_progress: Progress | None = None) -> Contents:
-    """ImageNet-100: the classes listed in imagenet100/classes.txt, in that order, or the first hundred by name."""
-    folder = root / "imagenet100"
-    if not is_image_folder(folder):
-        raise UserError(
-            f"imagenet100: no data under {root}; place imagenet100/train/<wnid>/ and imagenet100/val/<wnid>/ there, "
+            f"{name}: no data under {root}; place imagenet100/train/<wnid>/ and imagenet100/val/<wnid>/ there, "
             "and imagenet100/classes.txt to select and order the classes"
         )
-    chosen = folder / "classes.txt"
+    chosen = path / "classes.txt"
     if chosen.exists():
         classes = chosen_classes(chosen)
     else:
-        classes = class_names(folder / "train")[:100]
+        classes = class_names(path / "train")[:100]
         if len(classes) < 100:
             raise UserError(
-                f"{folder / 'train'}: needs 100 class folders, has {len(classes)}; or list the classes in {chosen}"
+                f"{path / 'train'}: needs 100 class folders, has {len(classes)}; or list the classes in {chosen}"
             )
-    options: ReadOptions = {"unreadable": unreadable, "on_progress": on_progress}
-    return read_folder("imagenet100", folder, size, classes=classes, test_names=("val", "test"), cache=True, **options)
+    contents = read_folder(
+        name,
+        path,
+        size or 256,
+        classes=classes,
+        test_names=("val", "test"),
+        cache=True,
+        unreadable=unreadable,
+        on_progress=on_progress,
+    )
+    return make_source(name, contents, IMAGENET_STATS)
 
 
 def read_folder(
     owner: str,
-    folder: Path,
+    path: Path,
     size: int | None = None,
     *,
     channels: int = 3,
@@ -89,7 +108,7 @@ def read_folder(
     An unreadable image is an error, or left out if `unreadable` is "skip". `cache` keeps a large set decoded on disk, as a
     packed set inside the folder.
     """
-    listed = list_folder(owner, folder, classes, test_names)
+    listed = list_folder(owner, path, classes, test_names)
     if cache and size is not None and listed.n_images * channels * size**2 >= _CACHED_FROM:
         request = PackRequest(listed, size, keep_common_size=False, skip_option=SKIP_OPTION)
         packed = _packed_cache(request, unreadable, on_progress)

@@ -1,4 +1,4 @@
-"""The published data sets: which files they consist of, how these are read, and where they come from."""
+"""The published data sets: their files, how they are read, and where they are downloaded from."""
 
 from __future__ import annotations
 
@@ -13,37 +13,60 @@ from pathlib import Path
 from types import ModuleType
 
 from tbbn.bench.data.sources import archives, formats
-from tbbn.bench.data.types import Contents
+from tbbn.bench.data.sources.contents import Contents, Stats, make_source
+from tbbn.bench.data.sources.folders import read_folder
+from tbbn.bench.data.sources.listing import is_image_folder
+from tbbn.bench.data.types import Progress, Source
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
 
-Stats = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, in [0, 1]
-
-_TEN = tuple("0123456789")
+_DIGITS = tuple("0123456789")
 _CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 _STL10 = ("airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck")
 _CIFAR10_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-_PATIENCE = 20  # seconds without a byte before a download is given up
+_TIMEOUT = 20  # seconds without a byte before a download is given up
 
 
 @dataclass(frozen=True)
 class Official:
-    """A published data set: the files it consists of, how they are read and where they come from."""
+    """A published data set: its files, how they are read and how they are downloaded."""
 
-    line: str
+    description: str
     stats: Stats
-    paths: tuple[str, ...]  # all of them, or their .gz, under the root: the data set lies there
-    place: str  # what a person puts under the root
+    paths: tuple[str, ...]  # under the root, plain or as .gz: the data set is present if all exist
+    place: str  # what the user has to place under the root
     read: Callable[[Path], Contents]
-    download: Callable[[ModuleType, str], object]
-    archive: str = ""  # the published archive of them all, where there is one
+    download: Callable[[ModuleType, str], object]  # takes torchvision.datasets and the root
+    archive: str = ""  # the published archive of all files, if there is one
 
-    def lies_packed_under(self, root: Path) -> bool:
+    def files_present(self, root: Path) -> bool:
+        return all((root / path).exists() or (root / f"{path}.gz").exists() for path in self.paths)
+
+    def archive_present(self, root: Path) -> bool:
         return bool(self.archive) and (root / self.archive).exists()
 
-    def lies_under(self, root: Path) -> bool:
-        return all((root / path).exists() or (root / f"{path}.gz").exists() for path in self.paths)
+
+def present(root: Path) -> dict[str, bool]:
+    return {
+        name: entry.files_present(root) or entry.archive_present(root) or is_image_folder(root / name)
+        for name, entry in OFFICIAL.items()
+    }
+
+
+def read_official(
+    name: str, root: Path, size: int | None, download: bool, unreadable: str, on_progress: Progress | None
+) -> Source:
+    """A published data set from its own files, or from a folder of images of that name; downloaded if neither exists."""
+    entry = OFFICIAL[name]
+    if not entry.files_present(root) and is_image_folder(root / name):
+        contents = read_folder(
+            name, root / name, size, channels=len(entry.stats[0]), unreadable=unreadable, on_progress=on_progress
+        )
+        return make_source(name, contents, entry.stats)
+    if not entry.files_present(root):
+        fetch(name, root, download=download)
+    return make_source(name, entry.read(root), entry.stats, size)
 
 
 def _cifar10(root: Path) -> Contents:
@@ -66,7 +89,7 @@ def _cifar100(root: Path) -> Contents:
 
 def _mnist(root: Path) -> Contents:
     folder = root / "MNIST/raw"
-    return Contents(formats.read_idx(folder, "train", 10), formats.read_idx(folder, "t10k", 10), _TEN)
+    return Contents(formats.read_idx(folder, "train", 10), formats.read_idx(folder, "t10k", 10), _DIGITS)
 
 
 def _fashion_mnist(root: Path) -> Contents:
@@ -75,7 +98,7 @@ def _fashion_mnist(root: Path) -> Contents:
 
 
 def _svhn(root: Path) -> Contents:
-    return Contents(formats.read_svhn(root / "train_32x32.mat"), formats.read_svhn(root / "test_32x32.mat"), _TEN)
+    return Contents(formats.read_svhn(root / "train_32x32.mat"), formats.read_svhn(root / "test_32x32.mat"), _DIGITS)
 
 
 def _stl10(root: Path) -> Contents:
@@ -84,16 +107,15 @@ def _stl10(root: Path) -> Contents:
 
 
 def _download_archive(datasets: ModuleType, kind: str, root: str) -> None:
-    """Download the archive of one of torchvision's data sets, checked against its hash.
+    """Download the archive of a torchvision data set and check its hash.
 
-    It is unpacked here: torchvision's own class would also load the pickles inside, with all they may do.
+    We unpack it ourselves: torchvision's class would also load the pickles inside, whatever they execute.
     """
     published = getattr(datasets, kind)
     datasets.utils.download_url(published.url, root, published.filename, published.tgz_md5)
 
 
-# Mean and standard deviation: CIFAR-100's are those of the paper's code; the others are the usual published values of
-# the training images.
+# Statistics: CIFAR-100's are those of the paper's code, the others the usual published values of the training images.
 OFFICIAL = {
     "cifar10": Official(
         "10 classes, 50 000 + 10 000 images of 32x32",
@@ -150,58 +172,53 @@ OFFICIAL = {
 
 
 def fetch(name: str, root: Path, *, download: bool) -> None:
-    """Unpack the data set's archive where that lies under `root`; else download it there with torchvision, silently.
+    """Unpack the archive of a data set if it is under `root`, or else download it there with torchvision, silently.
 
     If that fails, the error says what to place where.
     """
-    official = OFFICIAL[name]
-    reason, there = "downloads are off", root.exists()
-    if download and not official.lies_packed_under(root):
-        reason = "the download left none"
+    entry = OFFICIAL[name]
+    reason, root_existed = "downloads are off", root.exists()
+    if download and not entry.archive_present(root):
+        reason = "the download brought none"
         try:
-            with _quiet(), _patience(_PATIENCE):
+            with _silenced(), _socket_timeout(_TIMEOUT):
                 root.mkdir(parents=True, exist_ok=True)
-                official.download(torchvision().datasets, str(root))
-        except Exception as error:  # the network, the hash, the disk: for the user it is one thing
+                entry.download(torchvision().datasets, str(root))
+        except Exception as error:  # network, hash or disk: the user's remedy is the same
             lines = str(error).strip().splitlines()
             reason = f"the download failed: {lines[0][:160] if lines else type(error).__name__}"
-            _tidy(official, root, there)
+            _clean_up(entry, root, root_existed)
         except BaseException:
-            _tidy(official, root, there)
+            _clean_up(entry, root, root_existed)
             raise
-    if official.lies_packed_under(root):
-        archives.unpack(root / official.archive, root, official.paths[0].split("/")[0], official.paths)
-    if not official.lies_under(root):
-        place = official.place + (f" or {official.archive}" if official.archive else "")
+    if entry.archive_present(root):
+        archives.unpack(root / entry.archive, root, entry.paths[0].split("/")[0], entry.paths)
+    if not entry.files_present(root):
+        place = entry.place + (f" or {entry.archive}" if entry.archive else "")
         raise UserError(f"{name}: no data under {root} ({reason}); place {place} there")
 
 
-def _tidy(official: Official, root: Path, there: bool) -> None:
-    """Take away what a download that failed has left: a part of an archive would be taken for the whole next time."""
-    if official.archive:
-        (root / official.archive).unlink(missing_ok=True)
-    if not there:
-        _remove_empty(root)
-
-
-def _remove_empty(folder: Path) -> None:
-    """Take away folders that hold nothing: what a download has made before it failed."""
-    for path, _, _ in os.walk(folder, topdown=False):
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
+def _clean_up(entry: Official, root: Path, root_existed: bool) -> None:
+    """Remove what a failed download left: a partial archive would pass for a whole one next time."""
+    if entry.archive:
+        (root / entry.archive).unlink(missing_ok=True)
+    if not root_existed:
+        for path, _, _ in os.walk(root, topdown=False):
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(path)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    silent = io.StringIO()
-    with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent), warnings.catch_warnings():
+def _silenced() -> Iterator[None]:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 @contextlib.contextmanager
-def _patience(seconds: float) -> Iterator[None]:
-    """Sockets opened inside fail after that long without an answer: the downloader itself would wait for ever."""
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    """Give sockets opened inside a timeout: the downloader sets none and would wait for ever."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -1,0 +1,46 @@
+"""What the readers of this folder share: the contents of a data set's files, and how they become a `Source`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tbbn.bench.data.packed.index import PackedImages
+from tbbn.bench.data.types import Source, Split
+from tbbn.errors import UserError
+
+Stats = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, in [0, 1]
+IMAGENET_STATS: Stats = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What the files of a data set hold: both splits, and the class names in the order of their ids."""
+
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    skipped: tuple[str, ...] = ()  # unreadable image files that were left out
+
+
+def make_source(name: str, contents: Contents, stats: Stats, size: int | None = None) -> Source:
+    """The source of one data set; its images are resized to `size` x `size` if given."""
+    train, test = (Split(_resized(split.images, size), split.labels) for split in (contents.train, contents.test))
+    shapes = ["x".join(map(str, split.images.shape[1:])) for split in (train, test)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"{name}: images of train ({shapes[0]}) and test ({shapes[1]}) differ in size; set data.size to resize them"
+        )
+    return Source(name, train, test, contents.classes, (0,) * len(contents.classes), *stats, contents.skipped)
+
+
+def _resized(images: Tensor | PackedImages, size: int | None) -> Tensor | PackedImages:
+    """Images (N, C, H, W) uint8 resized by PIL's bilinear rule, in pieces to save memory."""
+    if size is None or images.shape[2:] == (size, size):
+        return images
+    assert isinstance(images, Tensor), "packed images are resized when they are packed"
+    pieces = (F.interpolate(piece, (size, size), mode="bilinear", antialias=True) for piece in images.split(1024))
+    return torch.cat(list(pieces))
