@@ -1,9 +1,10 @@
-/* Task-balanced batch norm on a CPU, float32: everything a forward or a backward does, in one call.
+/* Task-balanced batch norm on a CPU, float32: a whole forward or backward in one call. Compiled once per level (see dispatch.c).
  *
- * Three phases: sums of every row (by row), the plan (by strip of channels), the affine pass (by row again, so that a thread finds
- * its rows in its cache). A row is summed by one thread in a fixed order, so a result does not depend on the number of threads.
+ * Three phases: sums of each row (parallel over rows), the plan (parallel over strips of channels), the affine map (over rows again,
+ * the same rows per thread, which are then still in its cache). One thread sums a row, in a fixed order: results do not depend on the
+ * number of threads.
  *
- * Work arrays are (strips, rows or groups, values, STRIP): the plan goes from row to row of one strip, and so reads neighbours.
+ * Work arrays are (strips, rows or groups, values, STRIP): the plan walks the rows of one strip, so it reads contiguous memory.
  */
 #include "passes.h"
 #include "team.h"
@@ -12,17 +13,17 @@
 #include <stdlib.h>
 #include <threads.h>
 
-typedef struct { /* the entries of a matrix that are not zero, row by row */
+typedef struct { /* a matrix in compressed rows (CSR) */
     const int32_t *start, *index;
     const double *value;
 } Sparse;
 
 typedef struct {
     int64_t rows, groups;
-    /* By group, its rows: `shared`, a single row, is what all groups have in common, `gather` what each has besides. */
+    /* For each group, the weights of its rows. What all groups share is a matrix of one row; the other holds the rest. */
     Sparse gather, gather_shared, scatter_back, scatter_back_shared;
-    Sparse scatter, gather_back; /* by row: its groups */
-    const int32_t *like;         /* for every row, the first one whose groups are the same */
+    Sparse scatter, gather_back; /* for each row, the weights of its groups */
+    const int32_t *like;         /* for each row, the first row with the same groups */
     const double *running, *sizes;
     double shared_total; /* the sum of gather_shared */
     int64_t total_variance;
@@ -45,7 +46,7 @@ static tss_t workspace;
 static once_flag workspace_made = ONCE_FLAG_INIT;
 static void make_workspace(void) { tss_create(&workspace, free); }
 
-/* Memory of this thread's own, kept from call to call: asked for anew each time, it would often come as pages still to be cleared. */
+/* Scratch memory of this thread, kept between calls: a fresh allocation of this size often means page faults. */
 static void *work_memory(size_t size)
 {
     typedef union { size_t size; char line[64]; } Head;
@@ -64,7 +65,7 @@ static void *work_memory(size_t size)
     return kept ? kept + 1 : NULL;
 }
 
-/* Places what a call needs in one piece of memory; `values` per group and channel. False where there is none. */
+/* Lays out a call's work arrays in one allocation, `values` per group and channel. Returns 0 if memory runs out. */
 static int place(Call *call, int64_t channels, int64_t pixels, int last, int values, int threads)
 {
     const int64_t strips = (channels + STRIP - 1) / STRIP, per_channel = strips * STRIP;
@@ -82,7 +83,7 @@ static int place(Call *call, int64_t channels, int64_t pixels, int last, int val
 
 /* -- The plan ----------------------------------------------------------------------------------------------------------------- */
 
-/* Row `row` of a sparse matrix times a strip of a dense one with n * STRIP values a row; on top of `base`, if given. */
+/* Row `row` of a sparse matrix times a dense one with n * STRIP values per row; added to `base` unless it is NULL. */
 INLINE void product(const Sparse *m, int64_t row, const double *dense, int64_t stride, const double *base, double *to, const int n)
 {
     d4 sum[2 * STRIP / 4];
@@ -97,7 +98,7 @@ INLINE void product(const Sparse *m, int64_t row, const double *dense, int64_t s
         *(d4 *)(to + 4 * i) = sum[i];
 }
 
-/* Channels [c, c + width) of a vector that may be missing, with `missing` in the place of what is not there. */
+/* Channels [c, c + width) of a vector as doubles, padded with `missing`; all `missing` if the vector is NULL. */
 INLINE void strip_of(const float *vector, int64_t c, int width, double missing, double *to)
 {
     if (vector && width == STRIP)
@@ -113,7 +114,7 @@ INLINE void move(float *running, double towards, double momentum)
     *running = (float)(*running + momentum * (towards - *running));
 }
 
-/* Statistics of the groups, for strip k: to the affine pass, to the backward, and into the running statistics. */
+/* Statistics of the groups, for strip k: for the affine pass, for the backward, and for the running statistics. */
 static void plan_forward(const Call *call, int64_t k)
 {
     const Plan *plan = call->plan;
@@ -128,7 +129,7 @@ static void plan_forward(const Call *call, int64_t k)
     strip_of(call->weight, c, width, 1.0, gain);
     strip_of(call->bias, c, width, 0.0, call->offset + c);
     product(&plan->gather_shared, 0, sums, 2 * STRIP, NULL, base, 2);
-    for (int i = 0; i < STRIP; i++) { /* from the pivot to the mean of what the groups share, which none is far from */
+    for (int i = 0; i < STRIP; i++) { /* centre on the mean of the rows that all groups share: every group mean is close to it */
         const double pivot = call->centre[c + i];
         call->centre[c + i] = (float)(pivot + base[i] * one / plan->shared_total);
         off[i] = pivot - call->centre[c + i];
@@ -159,7 +160,7 @@ static void plan_forward(const Call *call, int64_t k)
     }
 }
 
-/* Gradients at the groups, for strip k: to the affine pass, and of weight and bias. */
+/* Gradients of the groups' statistics, for strip k: for the affine pass, and of weight and bias. */
 static void plan_backward(const Call *call, int64_t k)
 {
     const Plan *plan = call->plan;
@@ -198,7 +199,7 @@ static void plan_backward(const Call *call, int64_t k)
     }
 }
 
-/* The affine maps of a row, one a strip. */
+/* The affine maps of a row, one per strip. */
 INLINE void maps_of(const Call *call, int64_t b, Affine *restrict maps, const int with_g)
 {
     const Plan *plan = call->plan;
@@ -220,9 +221,9 @@ INLINE void maps_of(const Call *call, int64_t b, Affine *restrict maps, const in
     }
 }
 
-/* -- What is called ----------------------------------------------------------------------------------------------------------- */
+/* -- Entry points ------------------------------------------------------------------------------------------------------------- */
 
-/* The part of n items that one thread takes, the same in every phase: a thread then finds its rows in its cache. */
+/* A thread's part of n items; the same in every phase. */
 typedef struct {
     int64_t begin, end;
 } Part;
@@ -239,7 +240,7 @@ INLINE void wait_for_all(int64_t threads)
         team.barrier();
 }
 
-/* What each thread does. */
+/* The work of one thread. */
 INLINE void phases(const Call *call, int64_t thread, int64_t threads, const int with_g)
 {
     const Plan *plan = call->plan;
@@ -284,8 +285,8 @@ static void in_team(void *data)
     work->phases(work->call, team.thread(), team.threads()); /* the team may be smaller than asked for */
 }
 
-/* The arguments of both functions: eight bytes each, so that the caller can pack them without knowing of alignment. Pointers are
- * null where there is nothing, or nothing is wanted. */
+/* The arguments of both functions, eight bytes each, so that Python packs them without padding. A pointer is NULL if there is no such
+ * tensor, or if that result is not wanted. */
 typedef struct {
     const Plan *plan;
     const float *x, *g; /* g: backward only */
@@ -304,7 +305,7 @@ static int run(const Arguments *a, Phases *phases_of, const int with_g)
                  .grad_bias = a->grad_bias, .momentum = a->momentum, .eps = a->eps};
     if (!place(&call, a->channels, a->pixels, (int)a->last, with_g ? 3 : 2, (int)a->threads))
         return 1;
-    for (int64_t c = 0; c < call.shape.strips * STRIP; c++) /* forward: any value of a channel makes its squares small */
+    for (int64_t c = 0; c < call.shape.strips * STRIP; c++) /* forward: any value of the channel keeps the squares small */
         call.centre[c] = c >= a->channels ? 0 : with_g ? a->saved[c] : a->x[call.shape.last ? c : c * a->pixels];
     if (a->threads > 1)
         team.parallel(in_team, &(Work){&call, phases_of}, (unsigned)a->threads, 0);
@@ -313,7 +314,7 @@ static int run(const Arguments *a, Phases *phases_of, const int with_g)
     return 0;
 }
 
-/* forward_avx2 and so on: LEVEL is given on the command line. Return 0, or 1 where there is no memory. */
+/* forward_avx2 and so on; LEVEL comes from the command line. Return 0, or 1 if memory runs out. */
 #define JOIN(a, b) a##b
 #define NAME(what, level) JOIN(what, level)
 HIDDEN int NAME(forward_, LEVEL)(const Arguments *a);

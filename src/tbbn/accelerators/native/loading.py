@@ -38,7 +38,7 @@ def load(folder: Path = building.FOLDER) -> tuple[ctypes.CDLL, str]:
         library.tbbn_forward.argtypes = library.tbbn_backward.argtypes = [ctypes.c_char_p]
         library.tbbn_choose.argtypes, library.tbbn_choose.restype = [ctypes.c_char_p], ctypes.c_char_p
         library.tbbn_built.restype = ctypes.c_char_p
-        compiler = library.tbbn_built().decode(errors="replace").partition(" by ")[2]
+        compiler = library.tbbn_built().decode(errors="replace").partition(" by ")[2].partition("(")[0].strip()
         chosen = library.tbbn_choose(level.encode() if level else None)
         threads = _share_threads(library)
     except (OSError, AttributeError) as error:

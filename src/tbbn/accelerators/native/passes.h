@@ -1,7 +1,7 @@
 /* The passes over activations: sums of a row, and the affine map of a row.
  *
- * A "row" is one sample: P pixels of C channels. It lies in memory as (P, C) where `last`, else as (C, P). Channels are taken in
- * strips of STRIP; the values of the last strip are padded to that width where they are values per channel, not activations.
+ * A "row" is one sample: P pixels of C channels, laid out (P, C) if `last` (channels last), else (C, P). Channels are processed in
+ * strips of STRIP. Per-channel vectors are padded to whole strips; activations are not.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -12,7 +12,7 @@
 
 #define STRIP 16
 #define PIECE 4096 /* floats: half of a first-level cache */
-#define RUN 16     /* pixels: as many terms as float32 may add up on its own */
+#define RUN 16     /* pixels summed in float32 before the sum goes to double */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float f4 __attribute__((vector_size(16), aligned(4), may_alias));
@@ -20,7 +20,7 @@ typedef float f8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef double d4 __attribute__((vector_size(32), aligned(8), may_alias));
 
 #define AT(type, p) (*(const type *)(p))
-#ifdef __AVX__ /* one instruction, for which gcc 12 makes five of the general form */
+#ifdef __AVX__ /* one instruction; gcc 12 makes five of the general form */
 #define WIDE(p) ((d4)_mm256_cvtps_pd(_mm_loadu_ps(p)))
 #else
 #define WIDE(p) __builtin_convertvector(AT(f4, p), d4)
@@ -36,7 +36,7 @@ INLINE int width_of(const Shape s, int64_t c)
     return s.channels - c < STRIP ? (int)(s.channels - c) : STRIP;
 }
 
-/* Pixels to take before going on to the next strip: few where there are many channels, so that memory is read in its order. */
+/* Pixels to process before the next strip: fewer for more channels, so that a piece stays in the first-level cache. */
 INLINE int64_t piece_of(const Shape s, int64_t p)
 {
     const int64_t n = PIECE / s.channels < RUN ? RUN : PIECE / s.channels / RUN * RUN;
@@ -45,10 +45,10 @@ INLINE int64_t piece_of(const Shape s, int64_t p)
 
 /* -- Sums --------------------------------------------------------------------------------------------------------------------- */
 
-/* All of these add to to[0..width) and to[STRIP..STRIP + width); with `fresh`, they do not read what is there (another core may
- * hold that memory). They go over n strips of `width` neighbours, `step` floats apart. */
+/* These add to to[0..width) and to[STRIP..STRIP + width). With `fresh` they overwrite instead, without reading: another core may own
+ * that cache line. Input: n strips of `width` contiguous floats, `step` floats apart. */
 
-/* Sums of d = x - centre and of d * d, in double: as good as centred squares, wherever the values lie. */
+/* Sums of d = x - centre and of d * d, in double: a common offset of the values costs no digits. */
 INLINE void moments_strip(const float *x, ptrdiff_t step, int64_t n, const float *centre, int fresh, double *to, const int width)
 {
     d4 s[STRIP / 4], q[STRIP / 4], c[STRIP / 4];
@@ -69,7 +69,7 @@ INLINE void moments_strip(const float *x, ptrdiff_t step, int64_t n, const float
     }
 }
 
-/* Sums of g and of g * (x - centre), in float32 over RUN pixels and in double over the runs: nothing cancels here. */
+/* Sums of g and of g * (x - centre), in float32 over RUN pixels, then in double: no cancellation here. */
 INLINE void products_strip(const float *x, const float *g, ptrdiff_t step, int64_t n, const float *centre, int fresh, double *to,
                            const int width)
 {
@@ -124,14 +124,14 @@ INLINE void sum_scalars(const float *x, const float *g, ptrdiff_t step, int64_t 
     }
 }
 
-/* The sum of a strip's lanes, halves onto halves. */
+/* The sum of a strip's lanes. */
 INLINE double across(const double *v)
 {
     const d4 t = (AT(d4, v) + AT(d4, v + 4)) + (AT(d4, v + 8) + AT(d4, v + 12));
     return (t[0] + t[2]) + (t[1] + t[3]);
 }
 
-/* The two sums of every channel of a row, 2 * STRIP values a strip, the next strip's `stride` further on; padding is zero. */
+/* Both sums of every channel of a row: 2 * STRIP values per strip, strips `stride` apart, padding zero. */
 INLINE void sum_row(const float *x, const float *g, const Shape s, const float *centre, double *to, int64_t stride, const int with_g)
 {
     if (s.channels % STRIP)
@@ -199,7 +199,7 @@ INLINE void affine_scalars(const float *restrict x, const float *restrict g, flo
         y[p] = (x[p] - centre) * slope + level + (with_g ? g[p] * factor : 0);
 }
 
-/* The pass over a row, a map for every strip. */
+/* Applies a row's affine maps, one per strip. */
 INLINE void affine_row(const float *x, const float *g, float *y, const Shape s, const Affine *maps, const int with_g)
 {
     for (int64_t p = 0, n; s.last && p < s.pixels; p += n) {
