@@ -147,15 +147,15 @@ class Registry(Generic[T]):
         return {option: known.default for option, known in found.items() if known.default is not None}
 
     def describe(self) -> dict[str, Entry[T]]:
-        """Every name there is, in the order of registration."""
+        """Every name there is, those of installed plugins included, in the order of registration."""
         import_module(self.home)
         load_installed()
         return dict(self._entries)
 
-    def values(self) -> list[T]:
-        """What the names registered so far stand for; imports no plugin."""
+    def registered(self) -> dict[str, Entry[T]]:
+        """The names registered so far, without looking for installed plugins."""
         import_module(self.home)
-        return [entry.value for entry in self._entries.values()]
+        return dict(self._entries)
 
     def __contains__(self, name: object) -> bool:
         import_module(self.home)
@@ -232,9 +232,12 @@ def load_installed() -> None:
 
 
 @contextmanager
-def temporary() -> Iterator[None]:
-    """What is registered inside is gone afterwards."""
+def temporary(*, fresh: bool = False) -> Iterator[None]:
+    """What is registered inside is gone afterwards; ``fresh``: begin with what is built in, as a new process does."""
     tables, loaded = _tables(), dict(_loaded)
+    if fresh:
+        _restore([{} for _ in REGISTRIES])
+        _loaded.clear()
     try:
         yield
     finally:

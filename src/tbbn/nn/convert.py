@@ -84,7 +84,7 @@ def _replace(module: nn.Module, make: Callable[[nn.Module], nn.Module]) -> nn.Mo
 
 
 def _is_norm(module: nn.Module) -> bool:
-    known = [c for norm in NORMS.values() for c in (norm if isinstance(norm, tuple) else (norm,))]
+    known = [c for e in NORMS.registered().values() for c in (e.value if isinstance(e.value, tuple) else (e.value,))]
     if any(isinstance(module, c) and type(module).forward is c.forward for c in known):
         return True
     if not isinstance(module, _BatchNorm):

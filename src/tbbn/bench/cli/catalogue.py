@@ -9,7 +9,17 @@ from typing import Any
 
 from tbbn.bench.config.protocols import QUIRKS
 from tbbn.errors import UserError
-from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, DATASETS, METHODS, NORMS, Registry
+from tbbn.registry import (
+    AUGMENTATIONS,
+    BACKBONES,
+    BUILT_IN,
+    DATASETS,
+    METHODS,
+    NORMS,
+    REGISTRIES,
+    Registry,
+    load_installed,
+)
 
 Listed = dict[str, dict[str, Any]]  # by name: a line, and for what is registered its origin and options
 
@@ -23,6 +33,10 @@ def _registered(registry: Registry[Any]) -> Listed:
         }
         for name, entry in registry.describe().items()
     }
+
+
+def _methods() -> Listed:
+    return dict(sorted(_registered(METHODS).items()))  # registered in the order of their imports
 
 
 def _datasets() -> Listed:
@@ -40,7 +54,7 @@ def _quirks() -> Listed:
 
 
 LISTS: dict[str, Callable[[], Listed]] = {
-    "methods": partial(_registered, METHODS),
+    "methods": _methods,
     "norms": partial(_registered, NORMS),
     "datasets": _datasets,
     "backbones": partial(_registered, BACKBONES),
@@ -95,4 +109,18 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
     facts["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     facts["free disk here"] = f"{shutil.disk_usage('.').free / 2**30:.0f} GiB"
     data = {name: "found" if there else "not found" for name, there in found(root).items()}
-    return {"environment": facts, "data": data}
+    return {"environment": facts, "plugins": _plugins(), "data": data}
+
+
+def _plugins() -> dict[str, str]:
+    """What each plugin brings; one that cannot be loaded is a line too."""
+    found: dict[str, list[str]] = {}
+    try:
+        load_installed()
+    except UserError as error:
+        found["(installed)"] = [str(error)]
+    for registry in REGISTRIES:
+        for name, entry in registry.registered().items():
+            if entry.origin != BUILT_IN:
+                found.setdefault(str(entry.origin), []).append(f"{registry.kind} {name}")
+    return {plugin: ", ".join(names) for plugin, names in found.items()} or {"none": ""}

@@ -45,6 +45,7 @@ def _list(chosen: argparse.Namespace) -> int:
 
 
 def _show(chosen: argparse.Namespace) -> int:
+    from tbbn.bench.engine.plugins import describe_plugins
     from tbbn.bench.report.tables import accuracy_table, metrics_table, skipped_note
     from tbbn.bench.runs.record import load_record
 
@@ -55,6 +56,8 @@ def _show(chosen: argparse.Namespace) -> int:
     config = record.run_config
     line = f"{config.label}, {config.data.name}, seed {config.seed}: {record.status} {record.message}"
     print(printable(line.rstrip()))
+    for plugin in describe_plugins(record.plugins):
+        print(printable(plugin))
     if record.skipped:
         print(printable(skipped_note([record])))
     if record.accuracy:
@@ -94,8 +97,9 @@ def _doctor(chosen: argparse.Namespace) -> int:
     if chosen.json:
         print(json.dumps(found, indent=1))
         return 0
-    for title, table in (("environment", found["environment"]), (f"data under {chosen.root}/", found["data"])):
+    titles = {"environment": "environment", "plugins": "plugins", "data": f"data under {chosen.root}/"}
+    for title, table in ((title, found[key]) for key, title in titles.items()):
         print(title)
         for key, value in table.items():
-            print(f"  {key.ljust(16)}{value}")
+            print(printable(f"  {key.ljust(15)} {value}".rstrip()))
     return 0

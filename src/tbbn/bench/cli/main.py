@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 from tbbn.bench.cli import data, inspect, speed, train, verify
 from tbbn.bench.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, Call
-from tbbn.bench.cli.settings import check_commas, split_settings
+from tbbn.bench.cli.settings import check_commas, split_plugins, split_settings
 from tbbn.errors import UserError, printable, unknown_name
+from tbbn.registry import load_plugin
 
 MODULES = (train, inspect, verify, data, speed)  # in the order of the help
 
@@ -43,6 +44,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         raw = argparse.RawDescriptionHelpFormatter
         made = commands.add_parser(name, help=line, description=line, epilog=f"example: {example}", formatter_class=raw)
         made.set_defaults(call=call)
+        made.add_argument("--plugin", metavar="PLUGIN", help="load a module or a Python file first; may be repeated")
         return made
 
     for module in MODULES:
@@ -77,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     parser, commands = build_parser()
+    plugins, words = split_plugins(words)
     if not words:
         raise UserError(f"missing command: {', '.join(commands)}. Try tbbn run for a demo, or tbbn --help.")
     if not words[0].startswith("-") and words[0] not in commands:
@@ -86,7 +89,9 @@ def _run(words: list[str]) -> int:
     if words[0] in commands and commands[words[0]].get_default("takes_settings"):
         settings, words = split_settings(words, commands[words[0]].options)
     chosen = parser.parse_args(words)
-    chosen.settings = settings
+    chosen.settings, chosen.plugins = settings, plugins
+    for plugin in plugins:
+        load_plugin(plugin)
     code: int = chosen.call(chosen)
     sys.stdout.flush()
     return code

@@ -48,6 +48,24 @@ def check_commas(words: list[str]) -> None:
             raise UserError(f"{option} {value} {other}: separate values by commas: {together}.")
 
 
+def split_plugins(words: list[str]) -> tuple[list[str], list[str]]:
+    """Take ``--plugin mine.py`` out of any command's words: the plugins, and the other words."""
+    plugins: list[str] = []
+    others, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        option, separator, value = word.partition("=")
+        if option != "--plugin":
+            others.append(word)
+            continue
+        if not separator:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else ""
+        if not value:
+            raise UserError("--plugin needs a value: a module, or a Python file such as ./mine.py.")
+        plugins.append(value)
+    return plugins, others
+
+
 def split_settings(words: list[str], options: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """Take settings out of a command's words: the settings, and the words left for the command's own ``options``."""
     found: dict[str, Any] = {}

@@ -92,6 +92,9 @@ def _requested_runs(chosen: argparse.Namespace) -> tuple[list[PendingRun], Path,
         axes = replace(axes, methods=split_names(method))
     if norm:
         axes = replace(axes, norms=split_names(norm))
+    if chosen.plugins:
+        named = [*(layers[0][1].get("plugins", []) if layers else []), *given.get("plugins", ()), *chosen.plugins]
+        given["plugins"] = tuple(dict.fromkeys(named))
     layers.append(("command line", given))
     if name is None:
         parts = [given.get("data.name", "digits"), method or "ft", norm or "bn"]
@@ -101,9 +104,14 @@ def _requested_runs(chosen: argparse.Namespace) -> tuple[list[PendingRun], Path,
 
 
 def _resume(chosen: argparse.Namespace) -> int:
+    from tbbn.bench.engine.plugins import require_plugins
     from tbbn.bench.runs.pending import PendingRun, runs_of_sweeps
     from tbbn.bench.runs.record import RECORD, load_record
 
+    for file in sorted(file for text in chosen.runs for file in Path(text).rglob(RECORD)):
+        record = load_record(file.parent)
+        if record.status != "finished":
+            require_plugins(record.run_config, record.plugins, str(file.parent))
     known = {run.directory: run for text in chosen.runs for run in runs_of_sweeps(Path(text))}
     runs = [
         PendingRun(load_record(folder).run_config, folder) if (folder / RECORD).exists() else known[folder]

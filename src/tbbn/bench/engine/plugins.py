@@ -24,9 +24,13 @@ _TABLES = {registry.kind: registry for registry in REGISTRIES}
 
 
 def load_plugins(config: RunConfig) -> None:
-    """Load the plugins that a config names."""
+    """Load the plugins that a config names. One that cannot be loaded matters only if the config needs it."""
     for plugin in config.plugins:
-        load_plugin(plugin)
+        try:
+            load_plugin(plugin)
+        except UserError:
+            if not all(name in registry for registry, name in _names(config)):
+                raise
 
 
 def used_plugins(config: RunConfig) -> list[dict[str, Any]]:
@@ -35,31 +39,42 @@ def used_plugins(config: RunConfig) -> list[dict[str, Any]]:
     for registry, name in _names(config):
         origin = registry.entry(name).origin if name in registry else BUILT_IN
         if origin != BUILT_IN:
-            mark = {"version": origin.version} if origin.version else {"sha256": origin.sha256} if origin.sha256 else {}
+            mark = (
+                {"version": origin.version}
+                if origin.version
+                else {"file_sha256": origin.sha256}
+                if origin.sha256
+                else {}
+            )
             entry = found.setdefault(origin, {"name": origin.name, **mark, "brings": []})
             entry["brings"].append(f"{registry.kind} {name}")
     return list(found.values())
 
 
 def require_plugins(config: RunConfig, recorded: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Load what a run needs to go on; raise if something is missing, or a plugin's file is not what it was."""
+    """Load the plugins of a run that is to go on; the error for a missing one says what it brings."""
     try:
         load_plugins(config)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     for plugin in recorded:
-        brings = plugin.get("brings", [])
-        missing = [text for text in brings if text.partition(" ")[2] not in _TABLES.get(text.partition(" ")[0], ())]
-        if missing:
+        for text in plugin["brings"]:
+            kind, _, name = text.partition(" ")
+            if kind not in _TABLES or name not in _TABLES[kind]:
+                raise UserError(
+                    f"{where}: {kind} {name!r} comes from the plugin {_shown(plugin)}, which is not here; install it, or "
+                    "give its file with --plugin."
+                )
+
+
+def check_unchanged(config: RunConfig, recorded: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Refuse to go on with a run whose plugin's file has changed: its results would belong to neither."""
+    now = {text: plugin.get("file_sha256") for plugin in used_plugins(config) for text in plugin["brings"]}
+    for plugin in recorded:
+        here = [now.get(text) for text in plugin["brings"] if now.get(text)]
+        if plugin.get("file_sha256") and here and here[0] != plugin["file_sha256"]:
             raise UserError(
-                f"{where}: {missing[0]!r} comes from the plugin {_shown(plugin)}, which is not here; install it, or give "
-                "its file with --plugin."
-            )
-        now = [entry for entry in used_plugins(config) if entry["name"] == plugin.get("name")]
-        if plugin.get("sha256") and now and now[0].get("sha256") != plugin["sha256"]:
-            raise UserError(
-                f"{where}: the plugin {plugin.get('name')} has changed since this run began; restore it, or use another "
-                "--name or --overwrite."
+                f"{where}: the plugin {plugin['name']} has changed since this run began; use --name or --overwrite."
             )
 
 
@@ -73,13 +88,14 @@ def without_data(config: RunConfig) -> str:
     return ""
 
 
-def describe(recorded: Sequence[Mapping[str, Any]]) -> list[str]:
+def describe_plugins(recorded: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each plugin of a record."""
-    return [f"plugin {_shown(plugin)}: {', '.join(plugin.get('brings', []))}" for plugin in recorded]
+    return [f"plugin {_shown(plugin)}: {', '.join(plugin['brings'])}" for plugin in recorded]
 
 
 def _shown(plugin: Mapping[str, Any]) -> str:
-    return f"{plugin.get('name', '')} {plugin.get('version') or str(plugin.get('sha256', ''))[:12]}".strip()
+    mark = plugin.get("version") or str(plugin.get("file_sha256", ""))[:12]
+    return f"{plugin['name']} {mark}".strip()
 
 
 def _names(config: RunConfig) -> Iterator[tuple[Registry[Any], str]]:

@@ -39,7 +39,9 @@ class Record:
     history: list[dict[str, Any]] = field(default_factory=list)  # one entry per epoch
     skipped: list[str] = field(default_factory=list)  # image files left out because they cannot be read
     weights: list[str] = field(default_factory=list)  # SHA-256 of the network's state after each task
-    plugins: list[dict[str, Any]] = field(default_factory=list)  # name, version or sha256, and the names each brings
+    plugins: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # name, version or file_sha256, and the names each brings
     resumed: list[dict[str, Any]] = field(default_factory=list)  # environments of later sessions, where they differ
     seconds: float = 0.0  # of training and evaluation, over all sessions
     predictions: dict[str, Tensor] = field(default_factory=dict)  # predicted class of every test image, by task learnt

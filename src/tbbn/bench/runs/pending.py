@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tbbn.bench.config import RunConfig, flatten, resolve, to_dict
+from tbbn.bench.engine.plugins import check_unchanged, load_plugins, require_plugins
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.validate import check
 from tbbn.bench.runs.recipe import RECIPE, Axes, Layer, parse_choice, read_recipe
@@ -29,6 +30,7 @@ class PendingRun:
 def expand(layers: Sequence[Layer], axes: Axes, out: Path) -> list[PendingRun]:
     """Every combination of the axes as a checked config with a folder of its own. A single run gets ``out`` itself."""
     runs = []
+    load_plugins(resolve(*layers))  # their options have defaults, too
     for method, norm, seed in product(axes.methods or ("",), axes.norms or ("",), axes.seeds or (None,)):
         layer: dict[str, Any] = {}
         if method:
@@ -81,6 +83,9 @@ def finished_record(run: PendingRun) -> Record | None:
             f"{run.directory}: holds a run with another config ({first} = {there.get(first)!r} there, "
             f"{now.get(first)!r} now{others}); use --name or --overwrite."
         )
+    if record.status != "finished":
+        require_plugins(run.config, record.plugins, str(run.directory))
+    check_unchanged(run.config, record.plugins, str(run.directory))
     return record if record.status == "finished" else None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tbbn.bench.config import RunConfig, to_toml
 from tbbn.bench.engine.events import Event, Position, TaskEnded
 from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.plugins import check_unchanged, require_plugins
 from tbbn.bench.engine.record import Record, digest
 from tbbn.bench.engine.setup import device_of
 from tbbn.bench.runs import checkpoint, state
@@ -32,6 +33,8 @@ def retrain(
     if not 0 <= task < n:
         learnt = f"1 to {n}" if n else "none: no task has been learnt"
         raise UserError(f"{directory}: tasks that can be retrained are {learnt}; got {task + 1}.")
+    require_plugins(record.run_config, record.plugins, str(directory))
+    check_unchanged(record.run_config, record.plugins, str(directory))
     job = Run(_config(record, task))
     here = {**job.record.environment}
     findings: list[Finding] = []

@@ -14,6 +14,7 @@ from torch import Tensor
 from tbbn.bench import metrics
 from tbbn.bench.config import read_toml, resolve, to_dict
 from tbbn.bench.engine.evaluate import confusion_of, evaluated_rows
+from tbbn.bench.engine.plugins import without_data
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.setup import load_source, scenario_of
 from tbbn.bench.runs import checkpoint
@@ -91,6 +92,8 @@ def _recomputed(directory: Path, record: Record, stored: dict[str, Any]) -> list
         names = ", ".join(sorted(predictions)) or "none"
         problem = f"there are {len(record.accuracy)} tasks but predictions for: {names}."
         return [*findings, Finding("predictions", problem)]
+    if reason := without_data(config):
+        return [*findings, Finding(f"predictions (not compared with the labels: {reason})")]
     source = load_source(config, download=False)
     scenario = scenario_of(config, source)
     findings.append(_compare("class order", record.class_order, list(scenario.class_order)))
