@@ -23,7 +23,7 @@ _PLAIN = (Tensor, nn.Parameter)  # subclasses may have no memory of their own
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_MEMORY = "task_balanced_batch_norm: no memory for the sums of its rows."
 
-_pack = struct.Struct("11P4q2d").pack  # struct Arguments of native.c: passing one object is cheaper than seventeen
+_pack = struct.Struct("11P4q2d").pack  # struct Arguments of kernel.c: passing one object is cheaper than seventeen
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _ELEMENTS_A_THREAD = 32768  # below this, waking another thread costs more than it saves
 
