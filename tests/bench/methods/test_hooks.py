@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tbbn.bench.methods import Method, method
-from tbbn.bench.methods.bic import BiasCorrectedHead
+from tbbn.bench.models import BiasCorrectedHead
 from tbbn.registry import METHODS
 
 

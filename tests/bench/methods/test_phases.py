@@ -8,8 +8,7 @@ import pytest
 from torch import nn
 
 from tbbn.bench.methods import Phase, method
-from tbbn.bench.methods.bic import BiasCorrectedHead
-from tbbn.bench.models import CosineHead, ProxyHead
+from tbbn.bench.models import BiasCorrectedHead, CosineHead, ProxyHead
 from tbbn.registry import METHODS
 
 

@@ -8,7 +8,8 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tbbn.bench.models import Backbone, backbone, seeded_init
+from tbbn.bench.models import Backbone, backbone
+from tbbn.bench.models.base import seeded_init
 from tbbn.bench.models.resnet import BasicBlock, ResNet
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError

@@ -1,8 +1,8 @@
-"""Adaptive feature consolidation (Kang et al., 2022): PODNet with distillation weighted by what each channel matters to the loss.
+"""Adaptive feature consolidation (Kang et al., 2022): PODNet with distillation weighted by the importance of each channel.
 
-L = NCA + sqrt(C_seen / C_new) * importance_weight * D, with D the mean over stages, rows and channels of the distance between
-student and teacher times the channel's importance. After a task, one pass over augmented batches gives a channel the
-importance I_c = sum over batches of mean_n sum_hw (dNCA / dx_nchw)^2, divided by its mean over the stage's channels.
+L = NCA + sqrt(C_seen / C_new) * importance_weight * D. D is the mean, over stages, rows and channels, of the channel's
+importance times the distance between student and teacher. After a task, one pass over augmented batches gives channel c the
+importance I_c = sum over batches of mean_n sum_hw (dNCA / dx_nchw)^2, divided by the mean over the channels of its stage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Afc(ProxyMethod):
         return {"consolidation": self.importance_weight * channel_distance(output.stages, previous.stages, importance)}
 
     def after_training(self, context: TaskContext) -> None:
-        # Gradients as in training, but on a copy: measuring must not move the running statistics.
+        # Forward as in training, but a copy: the running statistics of the network must not move.
         probe = copy.deepcopy(context.network).train().requires_grad_(True)
         sums: list[Tensor] = []
         for batch in context.batches("importance"):
@@ -46,6 +46,6 @@ class Afc(ProxyMethod):
             sums = [total + new for total, new in zip(sums, energy, strict=True)] if sums else energy
         for i, total in enumerate(sums):
             mean = total.mean()
-            # A loss of zero throughout says nothing about the channels: then they matter alike.
+            # If every gradient is zero, all channels count the same.
             importance = torch.where(mean > 0, total / mean, torch.ones_like(total))
             context.network.remember(_name(i), importance)

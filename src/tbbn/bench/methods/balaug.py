@@ -1,8 +1,8 @@
-"""Balanced augmentation: task balance by more views of the memory instead of by the norm.
+"""Balanced augmentation: balance the tasks by more views of the memory rows, not by the norm.
 
-In a batch of 3 current rows to 1 memory row, 3 (t - 1) views of each memory row at task t give every past task as many
-rows, in expectation, as the current one: 48 + 16 rows become 48 + 48 (t - 1). The first view is augmented like any
-training row, the others strongly. The loss is fine-tuning's mean cross-entropy, and the norm sees the large batch.
+With 3 current rows to 1 memory row, 3 (t - 1) views of each memory row at task t give every past task as many rows, in
+expectation, as the current one: 48 + 16 rows become 48 + 48 (t - 1). The first view is augmented like any training row, the
+others strongly. The loss is fine-tuning's; the norm sees the larger batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tbbn.registry import register_method
 @register_method("balaug", "fine-tuning on batches balanced by strongly augmented views of the memory")
 @dataclass(frozen=True)
 class BalancedAugmentation(FineTune):
-    """``views_per_task`` is the number of views for each past task: the ratio of current to memory rows in a batch."""
+    """``views_per_task`` is the number of views per past task: the ratio of current to memory rows in a batch."""
 
     limits: ClassVar = {"views_per_task": (0, math.inf)}
 

@@ -1,8 +1,8 @@
-"""What a class-incremental method is: its losses, and what it does around a task. The loop is the engine's.
+"""The contract of a method: its losses, and what it does around a task. The training loop is the engine's.
 
-A method is an immutable dataclass whose fields are its hyper-parameters. It never steps an optimiser, builds a loader or logs:
-``loss`` maps a batch and the network's output on it to named terms, and the engine does the rest. What a method has to keep
-between tasks it gives to ``network.remember``, so that it is saved, copied to the teacher and restored with the weights.
+A method is an immutable dataclass; its fields are its hyper-parameters. It never steps an optimiser, builds a loader or logs:
+``loss`` maps a batch and the network's output to named terms, and the engine does the rest. What a method must keep between
+tasks it gives to ``network.remember``: then it is saved, restored and copied to the teacher with the weights.
 """
 
 from __future__ import annotations
@@ -26,31 +26,35 @@ Losses = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of training inside a task. A field left at None is the run's own setting.
+    """A stretch of training inside a task. A field that is None takes the run's setting.
 
-    ``rows`` says what an epoch is made of: "replay", [task ; memory] batches; "balanced", the same with the task cut to the
-    memory's size per class; "exemplars", mixed batches of a memory that already holds the new task's exemplars; "holdout",
-    mixed batches of the rows held out by :meth:`Method.holdout`. Only "replay" and "balanced" batches have a layout.
-    ``trainable`` goes to :meth:`Method.parameters`, ``loss`` names the method's function to minimise.
+    ``rows`` says what an epoch consists of:
+
+    - "replay": batches [current ; memory] of the task and the memory.
+    - "balanced": the same, with as many rows of each new class as the memory has of each old one.
+    - "exemplars": mixed batches of a memory that already holds exemplars of this task.
+    - "holdout": mixed batches of the rows held out by :meth:`Method.holdout`.
+
+    Mixed batches have no layout.
     """
 
     name: str = "train"
     rows: str = "replay"
-    loss: str = "loss"
-    trainable: str = "all"
+    loss: str = "loss"  # the method's function to minimise
+    trainable: str = "all"  # see :meth:`Method.parameters`
     epochs: int | None = None
     lr: float | None = None
     lr_factor: float = 1.0
     schedule: str | None = None  # "multistep", "cosine" or "constant"
     momentum: float | None = None
     weight_decay: float | None = None
-    network_mode: str = "train"  # "eval": norms use, and keep, their running statistics
-    keep: str | None = None  # which epoch's weights stay: "last" or "best"
-    uses_previous: bool = True  # False spares the previous network's forward where the loss does not look at it
+    network_mode: str = "train"  # "eval": norms use their running statistics and do not change them
+    keep: str | None = None  # whose weights are kept: the "last" epoch's or the "best" one's
+    uses_previous: bool = True  # False skips the previous network's forward
 
 
 class TaskContext(Protocol):
-    """A task being learnt, as a method sees it. The engine implements it."""
+    """The task being learnt, as a method sees it. The engine implements it."""
 
     task: Task
     network: Network
@@ -64,63 +68,64 @@ class TaskContext(Protocol):
 
     @property
     def n_old_classes(self) -> int:
-        """Classes of the tasks before."""
+        """How many classes the past tasks have."""
         ...
 
     @property
     def n_classes(self) -> int:
-        """Classes up to and with this task's."""
-        ...
-
-    def outputs(self, rows: Tensor) -> Output:
-        """The network's output in eval mode on training rows without augmentation, batch by batch, without gradient;
-        ``stages`` is empty."""
+        """How many classes there are so far, this task's included."""
         ...
 
     def labels(self, rows: Tensor) -> Tensor:
-        """The labels of training rows, in arrival order of the classes."""
+        """The labels of training rows; classes are numbered in order of arrival."""
+        ...
+
+    def outputs(self, rows: Tensor) -> Output:
+        """The network's output on training rows: in eval mode, without augmentation or gradients; ``stages`` is empty."""
         ...
 
     def batches(self, purpose: str) -> Iterator[Batch]:
-        """One epoch of augmented [task ; memory] batches, drawn for this purpose alone; nothing is trained."""
+        """One epoch of augmented batches [current ; memory], drawn for this purpose alone."""
         ...
 
     def forward(self, network: Network, batch: Batch) -> Output:
-        """The output for such a batch as in training: with the batch's layout, in the network's own mode, with gradients."""
+        """The output on a batch of ``batches`` as in training: with the batch's layout, and with gradients."""
         ...
 
     def generator(self, *purpose: str | int) -> torch.Generator:
-        """Randomness for this task and purpose alone."""
+        """A random generator for this task and purpose alone."""
         ...
 
 
 @dataclass(frozen=True)
 class Method:
-    """The base of every method; as it stands, it has no loss."""
+    """The base of every method. Only ``loss`` must be defined."""
 
-    needs_previous: ClassVar[bool] = False  # whether ``loss`` wants the previous network's output
-    needs_stages: ClassVar[bool] = False  # whether ``loss`` looks at the backbone's stages
-    last_relu: ClassVar[bool] = True  # whether features are taken after the backbone's last ReLU
+    needs_previous: ClassVar[bool] = False  # ``loss`` gets the output of the network after the task before
+    needs_stages: ClassVar[bool] = False  # ``loss`` uses the maps of the backbone's stages
+    last_relu: ClassVar[bool] = True  # features are taken after the backbone's last ReLU
     uses_memory: ClassVar[bool] = True
-    all_data: ClassVar[bool] = False  # whether each task's training set is all data so far (the upper bound)
-    limits: ClassVar[Mapping[str, tuple[float, float]]] = {}  # open intervals; other numbers must be at least 0
+    all_data: ClassVar[bool] = False  # each task trains on all data so far
+    limits: ClassVar[
+        Mapping[str, tuple[float, float]]
+    ] = {}  # of options, as open intervals; else numbers are at least 0
 
     def make_head(self, n_features: int) -> Head:
         return LinearHead(n_features)
 
     def holdout(self) -> float:
-        """The fraction of the rows (new and stored) that the main phase leaves to a "holdout" phase."""
+        """The fraction of the rows, of task and memory, that the main phase leaves to a "holdout" phase."""
         return 0.0
 
     def memory_views(self, past_tasks: int) -> int:
-        """How many augmented views of each memory row a batch holds; views after the first are strongly augmented."""
+        """How many augmented views of each memory row a batch has; all but the first are strongly augmented."""
         return 1
 
     def phases(self, context: TaskContext) -> tuple[Phase, ...]:
         return (Phase(),)
 
     def parameters(self, network: Network, trainable: str) -> list[nn.Parameter]:
-        """The parameters a phase trains: "all", "newest" (no head block of an earlier task) or "head"."""
+        """The parameters a phase trains: "all", "newest" (all but the head's of past classes) or "head"."""
         if trainable == "head":
             return list(network.head.parameters())
         parameters = list(network.parameters())
@@ -131,20 +136,20 @@ class Method:
         return parameters
 
     def before_task(self, context: TaskContext) -> None:
-        """Called when the head has grown, before the first phase."""
+        """Called after the head has grown, before the first phase."""
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
-        """The terms to minimise, by name; their sum is differentiated. ``previous`` has no gradient."""
+        """The loss terms by name; the engine minimises their sum. ``previous`` is the previous network's output, or None."""
         raise NotImplementedError
 
     def after_training(self, context: TaskContext) -> None:
         """Called after the last phase, before exemplars are chosen."""
 
     def after_task(self, context: TaskContext) -> None:
-        """Called when the memory holds this task's exemplars, before the evaluation."""
+        """Called after the exemplars of this task are stored, before evaluation."""
 
     def predict(self, output: Output) -> Tensor:
-        """Scores (N, classes) whose largest entry is the prediction."""
+        """Scores (N, classes); the largest is the prediction."""
         return output.logits
 
 

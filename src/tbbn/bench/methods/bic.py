@@ -1,9 +1,9 @@
-"""Bias correction (Wu et al., 2019): the logits of each task's head get a scale and an offset, fitted on held-out rows.
+"""Bias correction (Wu et al., 2019): a scale and an offset for the logits of each task, fitted on held-out rows.
 
-First phase: L = (1 - l) CE + l * KD, l = C_old / C_all, KD the cross-entropy of all old logits with the teacher's at
-temperature T. Second phase, from the second task on: with the network frozen and in eval mode, alpha and beta of the
-newest head, o -> alpha o + beta, are fitted on new and stored rows held out of the first, L = CE + 0.05 beta^2. They
-are part of the head, so a teacher's logits are corrected ones.
+First phase: L = (1 - l) CE + l * KD, l = C_old / C_all. KD is the cross-entropy of all old logits with the teacher's, at
+temperature T. Second phase, from the second task on: the network is frozen and in eval mode; alpha and beta of the newest
+head, o -> alpha o + beta, are fitted on rows held out of the first phase, L = CE + 0.05 beta^2. Both are part of the head, so
+the teacher's logits are corrected ones.
 """
 
 from __future__ import annotations
@@ -12,42 +12,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import cross_entropy, shared_distillation
-from tbbn.bench.models import Head, LinearHead, Network, Output
+from tbbn.bench.models import BiasCorrectedHead, Head, Network, Output
 from tbbn.registry import register_method
-
-
-class BiasCorrectedHead(LinearHead):
-    """A linear head with logits alpha_t o + beta_t for the classes of task t; ``similarity`` is what beta is added to."""
-
-    def __init__(self, n_features: int) -> None:
-        super().__init__(n_features)
-        self.alphas = nn.ParameterList()
-        self.betas = nn.ParameterList()
-
-    def _grow(self, n: int) -> None:
-        super()._grow(n)
-        self.alphas.append(self._place(torch.ones(())))
-        self.betas.append(self._place(torch.zeros(())))
-
-    def block(self, task: int) -> list[nn.Parameter]:
-        return [*super().block(task), self.alphas[task], self.betas[task]]
-
-    def correction(self, task: int) -> list[nn.Parameter]:
-        return [self.alphas[task], self.betas[task]]
-
-    def scores(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        scaled = super().scores(features)[0] * self._spread(self.alphas)
-        return scaled + self._spread(self.betas), scaled
-
-    def _spread(self, parameters: nn.ParameterList) -> Tensor:
-        """One value a task to one a class."""
-        return torch.cat([p.expand(n) for p, n in zip(parameters, self.task_sizes, strict=True)])
 
 
 @register_method("bic", "distillation, then a scale and an offset of the new logits fitted on held-out rows")
@@ -80,7 +51,7 @@ class BiasCorrection(Method):
             momentum=0.9,
             weight_decay=0.0,
             network_mode="eval",
-            keep="last",  # the current task's validation rows alone would choose the least corrected epoch
+            keep="last",  # validation rows are of the current task only, and would choose the least corrected epoch
             uses_previous=False,
         )
         return Phase(), correction

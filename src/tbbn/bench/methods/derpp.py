@@ -1,15 +1,14 @@
-"""Dark experience replay++ (Buzzega et al., 2020): replayed rows keep their labels and the logits they once had.
+"""Dark experience replay++ (Buzzega et al., 2020): memory rows keep their labels and the logits they had when stored.
 
-L = mean_current CE + alpha mean_memory |z - z_stored|^2 + beta mean_memory CE, the square averaged over the logits too.
+L = mean_current CE + alpha mean_memory |z - z_stored|^2 + beta mean_memory CE; the square is also averaged over the logits.
 
-- The logits of an exemplar are those of the network at the end of the task that stored it, on the image without
-  augmentation. The head grows, so they cover the classes known then, and only those are compared.
-- The two memory terms look at the same rows, the memory part of the joint batch; the original draws the memory twice.
-- A row that entered the memory during the pass being trained on (an online stream) has no stored logits yet and is left
-  out of the square.
+- Stored logits are those of the network at the end of the task that stored the row, without augmentation. The head grows, so
+  they cover the classes known then; only those are compared.
+- Both memory terms use the memory rows of the batch; the original draws memory rows twice.
+- A row stored during the current pass of an online stream has no logits yet and is left out of the square.
 
-There is no method "der": it would be read as dark experience replay by some and as dynamically expandable
-representation (Yan et al., 2021), another method, by others. The first is this one with ``beta = 0``.
+There is no method "der": some would read it as dark experience replay, which is this one with ``beta = 0``, others as dynamically
+expandable representation (Yan et al., 2021).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ROWS, LOGITS, WIDTHS = "dark_rows", "dark_logits", "dark_widths"  # (M,) ascendi
 
 
 def _places(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each wanted row stands in the ascending `rows`, and whether it does."""
+    """The position of each wanted row in the ascending `rows`, and whether it is there."""
     place = torch.searchsorted(rows, wanted).clamp(max=len(rows) - 1)
     return place, rows[place] == wanted
 

@@ -1,8 +1,8 @@
 """End-to-end incremental learning (Castro et al., 2018): distillation head by head, then a balanced phase.
 
-L = CE over all classes + kd * sum_k BCE(softmax(o_k / T), softmax(o_k^old / T)), k over the heads of the past tasks,
-o_k the logits of head k, each BCE a mean over rows and classes. From the second task on a second phase trains
-everything at a hundredth of the learning rate, with the new task cut to as many rows of a class as the memory has.
+L = CE over all classes + kd * sum_k BCE(softmax(o_k / T), softmax(o_k^old / T)), k over the heads of the past tasks, o_k the
+logits of head k, each BCE a mean over rows and classes. From the second task on, a second phase trains everything at a
+hundredth of the learning rate, on as many rows of each new class as the memory has of each old one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tbbn.registry import register_method
 @register_method("eeil", "distillation head by head, then a phase on class-balanced rows")
 @dataclass(frozen=True)
 class EndToEnd(Method):
-    """``skip_newest_head`` and ``unbalanced_phase`` reproduce mistakes of released programs.
+    """Two options reproduce bugs of released code.
 
-    The first leaves the newest past head out of the first phase's distillation, so that the second task has none; the second
-    lets the second phase train on the batches of the first.
+    ``skip_newest_head`` leaves the newest past head out of the first phase's distillation, so the second task has none.
+    ``unbalanced_phase`` trains the second phase on the batches of the first.
     """
 
     needs_previous = True

@@ -1,7 +1,7 @@
-"""Experience replay (Chaudhry et al., 2019): the mean loss of the new rows plus the mean loss of the replayed rows.
+"""Experience replay (Chaudhry et al., 2019): the mean loss of the current rows plus the mean loss of the memory rows.
 
-L = mean_current CE + mean_memory CE. Fine-tuning takes one mean over both, so that there a memory row weighs as much as
-a current one; here the memory as a whole weighs as much as the current rows as a whole.
+L = mean_current CE + mean_memory CE. Fine-tuning takes one mean over all rows, so a memory row weighs as much as a current
+one. Here all memory rows together weigh as much as all current rows together.
 """
 
 from __future__ import annotations

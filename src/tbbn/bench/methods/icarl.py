@@ -1,8 +1,8 @@
-"""Incremental classifier and representation learning (Rebuffi et al., 2017): classification by the nearest mean of exemplars.
+"""iCaRL (Rebuffi et al., 2017): sigmoid distillation, and classification by the nearest mean of exemplars.
 
-L = CE over all classes + kd * sum_c mean_n BCE(sigmoid z_nc, sigmoid z_nc^old), c over the old classes. An image gets
-the class whose exemplars' mean feature is nearest; features and means are of length 1. Without exemplars of all its
-tasks at hand (a run without memory, or in the middle of a task) the logits decide.
+L = CE over all classes + kd * sum_c mean_n BCE(sigmoid z_nc, sigmoid z_nc^old), c over the old classes. An image gets the class
+whose exemplars have the nearest mean feature; features and means have length 1. Without exemplars of every task (no memory, or
+in the middle of a task) the logits decide.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""IL2M (Belouadah & Popescu, 2019): fine-tuning, with past scores put right by what was noted when they were learnt.
+"""IL2M (Belouadah & Popescu, 2019): fine-tuning; scores of past classes are rectified by statistics from when they were learnt.
 
-Scores are softmax probabilities. When an image's best class is new, the score of each past class c, learnt in task k,
-becomes p_c * (mean score of c when learnt / mean score of c now) * (confidence of the network now / after task k):
-means over the training images of c (now: its exemplars) of the score of c, and for the confidence of the best score
-over the newest task's images.
+Scores are softmax probabilities. If the best class of an image is new, the score of each past class c, learnt in task k, becomes
+
+    p_c * (mean score of c when learnt / mean score of c now) * (confidence now / confidence after task k).
+
+The mean score of c is over its training images when learnt, over its exemplars now. The confidence of a network is its mean
+best score over the images of its newest task.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ LEARNT, CONFIDENCE, FACTORS = "learnt_scores", "confidence", "factors"  # (class
 
 
 def _own_scores(context: TaskContext, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each class the mean score of its own rows and their number; and the mean best score of all rows."""
+    """For each class, the mean score of its own rows and their number; and the mean best score over all rows."""
     scores, labels = context.outputs(rows).logits.float().softmax(1), context.labels(rows)
     means, counts = class_means(scores.gather(1, labels[:, None]), labels, context.n_classes)
     return means[:, 0], counts, scores.amax(1).mean()
@@ -33,7 +35,7 @@ def _own_scores(context: TaskContext, rows: Tensor) -> tuple[Tensor, Tensor, Ten
 @dataclass(frozen=True)
 class Il2m(FineTune):
     def after_training(self, context: TaskContext) -> None:
-        # Before the memory shrinks: the more exemplars, the better the means.
+        # Here and not in after_task: the memory has not shrunk yet, and more exemplars give better means.
         network, n_old = context.network, context.n_old_classes
         means, _, best = _own_scores(context, context.task.train)
         learnt, confidence = means[n_old:], best.expand(context.n_classes - n_old)

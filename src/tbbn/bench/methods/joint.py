@@ -1,4 +1,4 @@
-"""Joint training: each task trains on all data so far. The upper bound; it keeps no memory because it forgets no data."""
+"""Joint training: each task trains on all data so far. The upper bound. It needs no memory, since it loses no data."""
 
 from __future__ import annotations
 

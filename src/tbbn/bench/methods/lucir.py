@@ -1,8 +1,10 @@
-"""LUCIR, a unified classifier by rebalancing (Hou et al., 2019): cosine scores, less forgetting, margin ranking.
+"""LUCIR (Hou et al., 2019): cosine classifier, feature distillation ("less forget") and margin ranking.
 
-L = CE(eta cos) + less_forget sqrt(C_old / C_new) mean_n (1 - cos(f_n, f_n^old)) + ranking * mean max(0, margin - cos_y
-+ cos_k), the last mean over the rows of past classes and the ``top_k`` new classes k nearest to each. Weights of past
-classes are frozen, features are taken without the last ReLU.
+L = CE(eta cos) + less_forget * sqrt(C_old / C_new) * mean_n (1 - cos(f_n, f_n^old)) + ranking * R
+R = mean max(0, margin - cos_y + cos_k), over the rows of past classes and the ``top_k`` new classes k nearest to each row.
+
+f are features before the last ReLU, "old" is the network after the task before, y is the label. The head's weights of past
+classes are frozen.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from tbbn.registry import register_method
 @register_method("lucir", "cosine classifier, feature distillation and margin ranking")
 @dataclass(frozen=True)
 class Lucir(Method):
-    needs_previous = True
+    needs_previous = True  # ``loss`` gets the previous network's output
     last_relu = False
     limits: ClassVar = {"top_k": (0, math.inf)}
 
@@ -37,23 +39,23 @@ class Lucir(Method):
         return CosineHead(n_features)
 
     def phases(self, context: TaskContext) -> tuple[Phase, ...]:
-        return (Phase(trainable="newest"),)
+        return (Phase(trainable="newest"),)  # all but the head's weights of past classes
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         losses = {"ce": cross_entropy(output.logits, batch.labels)}
-        if previous is not None:
+        if previous is not None:  # from the second task on
             weight = self.less_forget * math.sqrt(batch.n_old_classes / (batch.n_classes - batch.n_old_classes))
             losses["less_forget"] = weight * cosine_distance(output.features, previous.features)
             losses["ranking"] = self.ranking * self._ranking(batch, output)
         return losses
 
     def _ranking(self, batch: Batch, output: Output) -> Tensor:
-        assert output.similarity is not None
+        assert output.similarity is not None  # the cosines, (rows, classes)
         cosine = output.similarity.float()
         own = cosine.gather(1, batch.labels[:, None])
         new = cosine[:, batch.n_old_classes :]
         nearest = new.topk(min(self.top_k, new.shape[1]), dim=1).values
         is_old = (batch.labels < batch.n_old_classes)[:, None]
-        # Masked rather than picked out: how many rows are old must not shape a tensor.
+        # Masked, not selected: a captured step needs shapes that do not depend on values.
         hinge = F.relu(self.margin - own + nearest) * is_old
         return hinge.sum() / (is_old.sum() * nearest.shape[1]).clamp(min=1)

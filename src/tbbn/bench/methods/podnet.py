@@ -1,8 +1,8 @@
-"""PODNet (Douillard et al., 2020): pooled outputs distillation of every stage, and a classifier of several proxies a class.
+"""PODNet (Douillard et al., 2020): distillation of the pooled outputs of every stage, several proxies per class.
 
-L = NCA + sqrt(C_seen / C_new) [pod_flat * mean_n (1 - cos(f_n, f_n^old)) + pod_spatial * POD], see
-:mod:`tbbn.bench.methods.proxy` for the rest. The weights are those of the authors for CIFAR-100; for ImageNet they are 10 and
-8.
+L = NCA + sqrt(C_seen / C_new) [pod_flat * mean_n (1 - cos(f_n, f_n^old)) + pod_spatial * POD]. The classifier, its NCA loss and
+the second phase are in :mod:`tbbn.bench.methods.proxy`. Defaults are the authors' for CIFAR-100; for ImageNet they use
+pod_flat = 10, pod_spatial = 8.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What PODNet and AFC share: a classifier of several proxies a class, its NCA loss, and a phase that trains the classifier alone.
+"""What PODNet and AFC share: several proxies per class, the NCA loss, and a phase that trains the classifier alone.
 
-The main phase trains the backbone, the scale eta and the new proxies with L = NCA + distillation; the latter is each
-method's own. New proxies start at the k-means centres of their class's features, of the mean length of the old ones.
-From the second task on the proxies of all classes are then trained on the class-balanced exemplars.
+The main phase trains the backbone, the scale eta and the new proxies with L = NCA + the method's own distillation. New proxies
+start at the k-means centres of their class's features, scaled to the mean length of the old proxies. From the second task on,
+a second phase trains the proxies of all classes on the class-balanced exemplars.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class ProxyMethod(Method):
             epochs=self.finetune_epochs,
             lr=self.finetune_lr,
             schedule="constant",
-            keep="last",  # the current task's validation rows alone would choose the least balanced epoch
+            keep="last",  # validation rows are of the current task only, and would choose the least balanced epoch
             uses_previous=False,
         )
         return main, finetune
 
     def parameters(self, network: Network, trainable: str) -> list[nn.Parameter]:
-        """As in any method, but "head" is the proxies alone: the scale is fixed by the main phase."""
+        """As the base class, but "head" means the proxies: the second phase does not train the scale."""
         return list(network.head.weights) if trainable == "head" else super().parameters(network, trainable)
 
     def before_task(self, context: TaskContext) -> None:
@@ -72,7 +72,7 @@ class ProxyMethod(Method):
         losses = self.finetune_loss(batch, output, previous)
         if previous is None:
             return losses
-        # The more classes there are to keep and the fewer to learn, the more distillation.
+        # More distillation the more classes are old, and the fewer are new.
         factor = math.sqrt(batch.n_classes / (batch.n_classes - batch.n_old_classes))
         return losses | {name: factor * term for name, term in self.distillation(output, previous).items()}
 

@@ -1,8 +1,8 @@
 """Separated softmax for incremental learning (Ahn et al., 2021).
 
-L = mean_n CE_n + kd * sum_k T^2 KL(softmax(o_k^old / T) || softmax(o_k / T)). The softmax of CE_n runs over the new
-classes alone for a row of a new class, over the old classes alone for a row of an old one; k runs over the heads of the
-past tasks, KL is a mean over all rows. The first task is plain cross-entropy.
+L = mean_n CE_n + kd * sum_k T^2 KL(softmax(o_k^old / T) || softmax(o_k / T)). The softmax of CE_n runs over the new classes for
+a row of a new class, and over the old classes for a row of an old class. k runs over the heads of the past tasks; KL is a mean
+over all rows. The first task is plain cross-entropy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tbbn.registry import register_method
 @register_method("ssil", "separated softmax and task-wise distillation")
 @dataclass(frozen=True)
 class SeparatedSoftmax(Method):
-    """``kd_last_task_only`` reproduces a mistake of the paper's program: of the sum over k only the last term is left."""
+    """``kd_last_task_only`` reproduces a bug of the paper's code: only the last term of the sum over k is left."""
 
     needs_previous = True
     limits: ClassVar = {"temperature": (0, math.inf)}

@@ -1,7 +1,7 @@
-"""The terms losses are made of: plain functions of tensors, each with its formula.
+"""The terms of losses: plain functions of tensors, each with its formula.
 
-Softmax, logarithm and distances are taken in float32 whatever the network computed in. Nothing here has a shape that
-depends on values, and what a training step calls waits for no device, so that a step can be captured.
+Softmax, logarithms and distances are computed in float32 whatever the network's precision. No shape depends on values and
+nothing in a training step waits for the device, so that a step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """mean_n -log softmax(logits_n)[label_n], over any number n of rows but none."""
+    """mean_n -log softmax(logits_n)[label_n], over n >= 1 rows."""
     return F.cross_entropy(logits.float(), labels)
 
 
@@ -41,7 +41,7 @@ def soft_binary_cross_entropy(student: Tensor, teacher: Tensor, temperature: flo
     """mean_nc -[p log q + (1 - p) log(1 - q)] with p, q = softmax(teacher / T), softmax(student / T)."""
     log_q = (student.float() / temperature).log_softmax(1)
     p = (teacher.float() / temperature).softmax(1)
-    # Where q is 1, as in a head of one class, the bound keeps value and gradient finite.
+    # The bound keeps value and gradient finite where q is 1, as in a head of one class.
     log_not_q = torch.log(-torch.expm1(log_q.clamp(max=-1e-7)))
     return -(p * log_q + (1 - p) * log_not_q).mean()
 
@@ -87,8 +87,8 @@ def channel_distance(stages: Sequence[Tensor], old_stages: Sequence[Tensor], imp
 def nca(logits: Tensor, labels: Tensor) -> Tensor:
     """mean_n log(1 + sum_{c != y} exp s_c) - s_y with s = z - max_c z_c: 1 stands in for the label's own class.
 
-    The form of PODNet's and AFC's programs, in which the papers' margin falls out. On the own class alone, eta * margin
-    would be least where the learnable scale eta is negative, and training does go there.
+    This is the form of the authors' code, without the papers' margin: a margin on the own class alone would be least for a
+    negative scale eta, and training does go there.
     """
     shifted = logits.float() - logits.float().amax(1, keepdim=True)
     own = is_class(labels, logits.shape[1])
@@ -97,7 +97,7 @@ def nca(logits: Tensor, labels: Tensor) -> Tensor:
 
 def class_means(values: Tensor, labels: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
     """Means (n_classes, D) of the rows of `values` (N, D) by label, zero for a class without rows; and the counts."""
-    # A product in float64: sums by scattered addition change from one run to the next on a GPU.
+    # A matrix product in float64: scatter-add is not deterministic on a GPU.
     member = is_class(labels, n_classes).double()
     counts = member.sum(0)
     means = member.T @ values.double() / counts.clamp(min=1)[:, None]
@@ -113,7 +113,7 @@ def norm_ratio(old: Tensor, new: Tensor) -> Tensor:
 def k_means(points: Tensor, n_centres: int, generator: torch.Generator, n_iterations: int = 50) -> Tensor:
     """Centres (n_centres, D) of points (N, D): k-means++ seeds, then Lloyd's iterations.
 
-    A centre that loses all its points stays where it is; with fewer distinct points than centres some coincide.
+    A centre without points stays where it is; with fewer distinct points than centres some coincide.
     """
     centres = _spread(points, torch.rand(n_centres, generator=generator, dtype=torch.float64))
     for _ in range(n_iterations):
@@ -123,7 +123,7 @@ def k_means(points: Tensor, n_centres: int, generator: torch.Generator, n_iterat
 
 
 def _spread(points: Tensor, draws: Tensor) -> Tensor:
-    """Seeds taken one by one, each point with a chance proportional to its squared distance from the seeds so far."""
+    """k-means++ seeds: each point is drawn with probability proportional to its squared distance from the seeds so far."""
     draws = draws.to(points.device)
     last = len(points) - 1
     weight = points.new_ones(len(points), dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Weight aligning (Zhao et al., 2020): after a task the new classes' weights are made as long as the old ones'.
+"""Weight aligning (Zhao et al., 2020): after training, rescale the weights of the new classes to the length of the old ones.
 
-L = (1 - l) CE + l * KD, l = C_old / C_all, KD the cross-entropy of all old logits with the teacher's at temperature T.
-After the training the newest head's weights are multiplied by mean |w_old| / mean |w_new|; offsets stay.
+L = (1 - l) CE + l * KD, l = C_old / C_all. KD is the cross-entropy of all old logits with the teacher's, at temperature T.
+Then w_new <- w_new * mean |w_old| / mean |w_new|; biases stay.
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ from functools import partial
 
 import torch
 
-from tbbn.accelerators.fused import Conv2d
 from tbbn.bench.models import resnet, torchvision
 from tbbn.bench.models.adapter import adapt
 from tbbn.bench.models.base import Backbone, Features, seeded_init
-from tbbn.bench.models.heads import CosineHead, Head, LinearHead, ProxyHead
+from tbbn.bench.models.heads import BiasCorrectedHead, CosineHead, Head, LinearHead, ProxyHead
 from tbbn.bench.models.network import Network, Output
 from tbbn.bench.models.small import SmallNet
 from tbbn.errors import UserError
@@ -19,7 +18,7 @@ from tbbn.registry import BACKBONES
 
 __all__ = [
     "Backbone",
-    "Conv2d",
+    "BiasCorrectedHead",
     "CosineHead",
     "Features",
     "Head",
@@ -28,7 +27,6 @@ __all__ = [
     "Output",
     "ProxyHead",
     "backbone",
-    "seeded_init",
 ]
 
 _DEPTHS_18, _DEPTHS_34 = (2, 2, 2, 2), (3, 4, 6, 3)
@@ -72,7 +70,7 @@ def backbone(
 ) -> Backbone:
     """A fresh backbone with `nn.BatchNorm2d` norms, its weights drawn from `generator` alone.
 
-    `last_relu=False` takes away the ReLU before the pooling, so that features may be negative (LUCIR, PODNet). A registered
+    `last_relu=False` removes the ReLU before the pooling, so that features may be negative (LUCIR, PODNet). A registered
     factory gets those of `in_channels`, `last_relu` and `image_size` that it takes, and may return any module: see `adapt`.
     """
     BACKBONES.entry(name)

@@ -22,7 +22,7 @@ class AdaptedBackbone(Backbone):
 
 
 def adapt(name: str, module: object, shape: tuple[int, ...]) -> Backbone:
-    """The module as a backbone; one image of `shape` (C, H, W) shows how many features it returns, and whether stages."""
+    """The module as a backbone. One image of `shape` (C, H, W) tells how many features it returns, and whether stages."""
     if isinstance(module, Backbone):
         return module
     if not isinstance(module, nn.Module):

@@ -1,4 +1,4 @@
-"""What every backbone is and gives back, and how its weights are drawn."""
+"""The interface of a backbone, and how its weights are initialised."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Features:
-    """What a backbone says about a batch.
+    """A backbone's output for a batch.
 
-    `pooled` is (N, D). `stages` holds one map (N, C, H, W) a stage, taken before the stage's last ReLU: there a
-    distillation loss also sees what the ReLU would cut away. The last map, after its ReLU, is the one that is pooled.
+    `pooled` is (N, D). `stages` has one map (N, C, H, W) per stage, taken before the stage's last ReLU, so that a
+    distillation loss also sees the negative values. The last map, after its ReLU, is the one that is pooled.
     """
 
     pooled: Tensor
@@ -34,20 +34,20 @@ class Backbone(nn.Module):
 
 @contextmanager
 def seeded_init(generator: torch.Generator | None) -> Iterator[None]:
-    """Draws every weight made inside from one seed taken from `generator`; the global random state is left as it was.
+    """Initialise every layer made inside from one seed drawn from `generator` (0 without one).
 
-    The layers of torch initialise themselves from the global CPU generator, so that one is lent and given back; no
-    other device's generator is touched. Without a generator the seed is 0.
+    torch's layers draw from the global CPU generator: it is seeded here and restored afterwards. No other device's generator is
+    touched.
     """
     seed = 0 if generator is None else int(torch.randint(2**62, (), generator=generator, device="cpu"))
-    # A default device set by the caller would move the draws to that device's generator: the weights would differ.
+    # On the CPU even if the caller has set another default device: its generator would give other weights.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         yield
 
 
 def kaiming(module: nn.Module) -> None:
-    """Draws every convolution of the module from N(0, 2 / fan_out)."""
+    """Initialise every convolution of the module from N(0, 2 / fan_out)."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

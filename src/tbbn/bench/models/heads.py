@@ -1,4 +1,4 @@
-"""Classifiers that grow by one block of parameters a task."""
+"""Classifiers that grow by one block of parameters per task."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _joined(blocks: Iterable[Tensor]) -> Tensor:
 class Head(nn.Module):
     """Maps features (N, D) to logits (N, `n_classes`), the classes of task 0 first.
 
-    `weights[t]` belongs to task t. Growing adds a block and leaves the earlier ones the very same Parameters, so an
-    optimiser or a frozen block stays valid.
+    `weights[t]` belongs to task t. Growing adds a block; the earlier blocks stay the same Parameter objects, so that optimisers
+    and frozen blocks stay valid.
     """
 
     _anchor: Tensor
@@ -32,7 +32,7 @@ class Head(nn.Module):
         self.n_features = n_features
         self.task_sizes: list[int] = []
         self.weights = nn.ParameterList()
-        # Follows the module through .to(...): a head without classes already knows where its first block belongs.
+        # Follows .to(...), so that a head without classes knows the device and dtype of its first block.
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
     @property
@@ -40,7 +40,7 @@ class Head(nn.Module):
         return sum(self.task_sizes)
 
     def grow(self, n: int, generator: torch.Generator | None = None) -> None:
-        """Adds a task of n classes, its parameters drawn on the CPU and moved to where the head is."""
+        """Add a task of n classes. Its parameters are drawn on the CPU and moved to the head's device."""
         if n < 1:
             raise UserError(f"{type(self).__name__}.grow: a task needs at least 1 class, got {n}.")
         with seeded_init(generator):
@@ -54,14 +54,14 @@ class Head(nn.Module):
         return nn.Parameter(parameter.detach().to(self._anchor))
 
     def scores(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits, and the similarity they scale where the head has one; both (N, `n_classes`)."""
+        """The logits, and the similarities they are scaled from if the head has any; both (N, `n_classes`)."""
         raise NotImplementedError
 
     def forward(self, features: Tensor) -> Tensor:
         return self.scores(features)[0]
 
     def block(self, task: int) -> list[nn.Parameter]:
-        """The parameters that belong to one task's classes alone."""
+        """The parameters of one task's classes."""
         return [self.weights[task]]
 
     def joined_weights(self) -> Tensor:
@@ -75,7 +75,7 @@ class Head(nn.Module):
 
 
 class LinearHead(Head):
-    """One affine map a task, torch's default initialisation; the logits are those of all tasks side by side."""
+    """One linear layer per task with torch's default initialisation; their logits are concatenated."""
 
     def __init__(self, n_features: int) -> None:
         super().__init__(n_features)
@@ -90,12 +90,40 @@ class LinearHead(Head):
         return [self.weights[task], self.biases[task]]
 
     def scores(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        # Joining the small weights costs two launches; a product a task would cost one launch each, twice over.
+        # One product with the concatenated weights: one per task would cost a launch each, forward and backward.
         return F.linear(features, self.joined_weights(), _joined(self.biases)), None
 
 
+class BiasCorrectedHead(LinearHead):
+    """BiC's classifier: a linear head with logits alpha_t o + beta_t for the classes of task t; ``similarity`` is alpha_t o."""
+
+    def __init__(self, n_features: int) -> None:
+        super().__init__(n_features)
+        self.alphas = nn.ParameterList()
+        self.betas = nn.ParameterList()
+
+    def _grow(self, n: int) -> None:
+        super()._grow(n)
+        self.alphas.append(self._place(torch.ones(())))
+        self.betas.append(self._place(torch.zeros(())))
+
+    def block(self, task: int) -> list[nn.Parameter]:
+        return [*super().block(task), self.alphas[task], self.betas[task]]
+
+    def correction(self, task: int) -> list[nn.Parameter]:
+        return [self.alphas[task], self.betas[task]]
+
+    def scores(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        scaled = super().scores(features)[0] * self._spread(self.alphas)
+        return scaled + self._spread(self.betas), scaled
+
+    def _spread(self, parameters: nn.ParameterList) -> Tensor:
+        """From one value per task to one per class."""
+        return torch.cat([p.expand(n) for p, n in zip(parameters, self.task_sizes, strict=True)])
+
+
 class CosineHead(Head):
-    """LUCIR's classifier: logit = eta * cos(f, w), with one learnable scale eta for all classes, 1 at first."""
+    """LUCIR's classifier: logit = eta * cos(f, w), with one learnable scale eta for all classes, initially 1."""
 
     def __init__(self, n_features: int) -> None:
         super().__init__(n_features)
@@ -111,10 +139,10 @@ class CosineHead(Head):
 
 
 class ProxyHead(Head):
-    """PODNet's local similarity classifier (Douillard et al., 2020): `n_proxies` weight vectors a class.
+    """PODNet's local similarity classifier (Douillard et al., 2020): `n_proxies` weight vectors per class.
 
     With s_k = -|f/|f| - w_k/|w_k||^2 = 2 cos(f, w_k) - 2 the similarity of a class is sum_k softmax_k(gamma s)_k s_k;
-    logit = eta * similarity, eta learnable, 1 at first. `weights[t]` is (classes, `n_proxies`, D).
+    logit = eta * similarity, eta learnable, initially 1. `weights[t]` is (classes, `n_proxies`, D).
     """
 
     def __init__(self, n_features: int, n_proxies: int = 10, gamma: float = 1.0) -> None:
@@ -129,7 +157,7 @@ class ProxyHead(Head):
 
     @torch.no_grad()
     def set_proxies(self, task: int, centres: Tensor) -> None:
-        """Writes `centres` (classes, `n_proxies`, D) over the proxies of a task, in place."""
+        """Overwrite the proxies of a task with `centres` (classes, `n_proxies`, D), in place."""
         weights = self.weights[task]
         if centres.shape != weights.shape:
             wanted, got = tuple(weights.shape), tuple(centres.shape)

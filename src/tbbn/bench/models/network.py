@@ -1,4 +1,4 @@
-"""A backbone, a growing head, and what a method remembers between tasks: one module, one state dict."""
+"""The network: a backbone, a growing head, and the tensors a method remembers between tasks, in one state dict."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tbbn.errors import UserError, unknown_name
 
 @dataclass(frozen=True)
 class Output:
-    """Everything a loss or a prediction rule may look at, for a batch of N images.
+    """Everything a loss or a prediction may use, for a batch of N images.
 
     `logits` is (N, classes), `features` (N, D), `stages` the backbone's maps before their ReLU; `similarity`
-    (N, classes) is what a cosine or proxy head scales into logits; `state` is what the method remembers.
+    (N, classes) is what a cosine or proxy head scales into logits; `state` holds the tensors the method remembers.
     """
 
     logits: Tensor
@@ -38,7 +38,7 @@ _KEPT = "remembered."
 
 
 def _encode(name: str) -> str:
-    """A buffer name for any text: module names may hold no dot, and must not meet an attribute of nn.Module."""
+    """A buffer name for any text: it must have no dot, and not be an attribute of nn.Module."""
     return "@" + name.replace("%", "%25").replace(".", "%2E")
 
 
@@ -47,7 +47,7 @@ def _decode(buffer: str) -> str:
 
 
 class Network(nn.Module):
-    """Backbone and head. `remember` keeps a method's tensors in the state dict, beside the weights they belong to."""
+    """Backbone and head. `remember` adds a method's tensors to the state dict, so they are saved with the weights."""
 
     def __init__(self, backbone: Backbone, head: Head) -> None:
         super().__init__()
@@ -70,26 +70,26 @@ class Network(nn.Module):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What the method remembers, by name; the tensors themselves, not copies."""
+        """The tensors the method remembers, by name; not copies."""
         return {_decode(key): tensor for key, tensor in self.remembered._buffers.items() if tensor is not None}
 
     def forward(self, images: Tensor) -> Output:
         return self.classify(self.backbone(images))
 
     def classify(self, features: Features) -> Output:
-        """The head's part of a forward."""
+        """The forward from the features on."""
         logits, similarity = self.head.scores(features.pooled)
         return Output(logits, features.pooled, features.stages, similarity, self.task_sizes, self.state)
 
     def grow(self, n: int, generator: torch.Generator | None = None) -> None:
-        """Adds the classes of a new task to the head."""
+        """Add the classes of a new task to the head."""
         self.head.grow(n, generator)
 
     @torch.no_grad()
     def remember(self, name: str, tensor: Tensor) -> None:
-        """Stores a copy of a tensor on the network's device.
+        """Store a copy of a tensor on the network's device.
 
-        A tensor of the same shape and type is written over in place, so that a captured step sees the new values.
+        A stored tensor of the same shape and dtype is overwritten in place, so that a captured step sees the new values.
         """
         key = _encode(name)
         held = self.remembered._buffers.get(key)
@@ -108,15 +108,15 @@ class Network(nn.Module):
         return state[name]
 
     def forget(self, name: str) -> None:
-        """Drops a stored tensor; one that is not there is no mistake."""
+        """Drop a stored tensor, if it is there."""
         self.remembered._buffers.pop(_encode(name), None)
 
     def teacher(self) -> Network:
-        """A frozen copy in eval mode, for distillation: later training of this network leaves it as it is."""
+        """A frozen copy in eval mode, for distillation."""
         return copy.deepcopy(self).eval().requires_grad_(False)
 
     def restore(self, state_dict: Mapping[str, Tensor], task_sizes: Sequence[int]) -> None:
-        """Grows the head to `task_sizes`, makes room for what was remembered, and loads the state strictly."""
+        """Grow the head to `task_sizes`, make room for the remembered tensors, and load the state strictly."""
         have = list(self.task_sizes)
         if have != list(task_sizes[: len(have)]):
             raise UserError(

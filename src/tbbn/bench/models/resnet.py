@@ -1,6 +1,6 @@
 """Residual networks: the CIFAR family, the ImageNet family, and the variants of PODNet and of the online survey.
 
-One class carries them all. Parameter names are those of torchvision's ResNet, so weights go over by `load_state_dict`.
+All are one class. Parameters are named as in torchvision's ResNet, so weights can be exchanged by `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _conv(n_in: int, n_out: int, *, size: int = 3, stride: int = 1) -> Conv2d:
 
 
 class PadShortcut(nn.Module):
-    """A shortcut without parameters: every second pixel, and zeros for the channels that are new."""
+    """A shortcut without parameters: strided subsampling, and zeros for the new channels."""
 
     def __init__(self, n_new: int, stride: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class PadShortcut(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut; the ReLU after the sum is the network's to ask for."""
+    """Two 3x3 convolutions and a shortcut; the caller chooses whether a ReLU follows the sum."""
 
     def __init__(self, n_in: int, n_out: int, *, stride: int = 1, pad_shortcut: bool = False) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ResNet(Backbone):
         max_pool: a 3x3/2 max pool after the stem.
         inner_relu: ReLU after the sum of every block but its stage's last.
         stage_relu: ReLU between one stage and the next.
-        last_relu: ReLU between the last stage and the pooling; LUCIR and PODNet take it away.
+        last_relu: ReLU between the last stage and the pooling; LUCIR and PODNet have none.
         pad_shortcut: shortcuts without parameters instead of a 1x1 convolution and a norm.
         zero_gamma: every block starts as the identity (the weight of its last norm is 0).
         kaiming_init: N(0, 2 / fan_out) for the convolutions; otherwise torch's default.
@@ -123,7 +123,7 @@ class ResNet(Backbone):
         for i in range(self.n_stages):
             x = self._stage(i, x)
             stages.append(x)
-            # Never in place: the map just stored must keep its negative values.
+            # Not in place: the map just stored must keep its negative values.
             if self.last_relu if i == self.n_stages - 1 else self.stage_relu:
                 x = F.relu(x)
         return Features(global_average(x), tuple(stages))
@@ -159,8 +159,8 @@ def imagenet_resnet(
 ) -> ResNet:
     """ResNet-18/34 for large images.
 
-    `small_stem` puts a 3x3/1 convolution in the place of the 7x7/2 one. `podnet` takes the ReLU away at the end of
-    every stage and starts every block as the identity, as PODNet does on ImageNet.
+    `small_stem` replaces the 7x7/2 convolution by a 3x3/1 one. `podnet` removes the ReLU at the end of every stage and
+    starts every block as the identity, as PODNet does on ImageNet.
     """
     return ResNet(
         depths,
@@ -175,6 +175,6 @@ def imagenet_resnet(
 
 
 def reduced_resnet18(in_channels: int, last_relu: bool) -> ResNet:
-    """The Reduced ResNet-18 of the online survey (Mai et al., 2022): 20 channels to start with, no max pool."""
+    """The Reduced ResNet-18 of the online survey (Mai et al., 2022): 20 channels in the first stage, no max pool."""
     widths = (20, 40, 80, 160)
     return ResNet((2, 2, 2, 2), widths, in_channels=in_channels, last_relu=last_relu, kaiming_init=False)

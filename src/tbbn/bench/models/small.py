@@ -1,4 +1,4 @@
-"""A small convolutional network for images of 8 to 32 pixels: the backbone of the digits."""
+"""A small convolutional network for images of 8 to 32 pixels: the default backbone for digits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tbbn.bench.models.base import Backbone, Features, global_average, kaiming
 
 
 class SmallNet(Backbone):
-    """Three blocks of 3x3 convolution, norm and ReLU with 32, 64 and 64 channels, halved after the first."""
+    """Three blocks of 3x3 convolution, norm and ReLU with 32, 64 and 64 channels; a max pool after the first."""
 
     n_features = 64
 
@@ -30,7 +30,7 @@ class SmallNet(Backbone):
         stages: list[Tensor] = []
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             if i == 1:
-                x = F.max_pool2d(x, 2, ceil_mode=True)  # before the ReLU, with which it commutes: fewer pixels to cut
+                x = F.max_pool2d(x, 2, ceil_mode=True)  # before the ReLU, with which it commutes: fewer pixels
             if i > 0:
                 x = F.relu(x)
             x = norm(conv(x))

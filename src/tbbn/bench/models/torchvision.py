@@ -1,4 +1,4 @@
-"""The mobile backbones of torchvision, without weights and classifier, cut into stages of one resolution each."""
+"""Mobile backbones of torchvision, untrained and without classifier, split into stages of one resolution each."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tbbn.bench.models.base import Backbone, Features, global_average
 
 
 class StagedBackbone(Backbone):
-    """A stem, stages in a row, and the activation before the pooling.
+    """A stem, a sequence of stages, and the activation before the pooling.
 
-    The last stage ends with the norm before the activation. Inside these architectures a stage ends in a linear
-    bottleneck or a channel shuffle, so its map is the stage's plain output: there is no last ReLU to step back from.
+    The last stage ends with the norm before the activation. The other stages of these architectures end in a linear
+    bottleneck or a channel shuffle, not in a ReLU, so their maps are simply their outputs.
     """
 
     def __init__(self, stem: nn.Module, stages: Sequence[nn.Module], activation: nn.Module, n_features: int) -> None:
@@ -33,7 +33,7 @@ class StagedBackbone(Backbone):
 
 
 def _first_conv(module: nn.Module, in_channels: int) -> None:
-    """Makes the first convolution of a stem accept `in_channels`, initialised as the one it replaces."""
+    """Make the first convolution of a stem accept `in_channels`, initialised like the one it replaces."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Conv2d):
             if layer.in_channels != in_channels:
@@ -72,8 +72,8 @@ def mobilenet_v2(in_channels: int, last_relu: bool) -> Backbone:
 def mnasnet_05(in_channels: int, last_relu: bool) -> Backbone:
     """MnasNet x0.5 (Tan et al., 2019): strides 4, 8, 16 and 32; 1280 features.
 
-    torchvision gives its norms a momentum of 0.0003, meant for millions of steps: running statistics would trail many
-    thousand steps behind a task. They get torch's default here, as in the paper's code.
+    torchvision's norms have a momentum of 0.0003, meant for millions of steps: running statistics would lag thousands of steps
+    behind a task. Here they get torch's default, as in the paper's code.
     """
     from tbbn.bench.vision import torchvision
 
