@@ -44,7 +44,7 @@ def write_set(root: Path, n_train: int = 3, side: int = 6) -> Path:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--memory.budget 3", r"a budget of 3 gives none of 4 classes an exemplar; use at least 4"),
+        ("--memory.budget 3", r"a budget of 3 gives none of the 4 classes an exemplar; use at least 4"),
         ("--memory.per_class true --memory.budget 7", r"memory\.budget must be at most 6 for each class, .* got 7;"),
         ("--memory.budget 99999999999", r"memory\.budget must be at most 2147483648, got 99999999999\."),
         (

@@ -220,12 +220,14 @@ def test_every_setting_explains_itself_and_accepts_its_default() -> None:
 
 
 def test_the_choices_are_those_of_the_code_that_reads_them() -> None:
-    from tbbn.bench.data import batches, device, loading, memory
+    from tbbn.bench.data import device, loading, memory, sampling, selection
 
     choices = {name: set(setting.choices) for name, setting in cfg.SETTINGS.items()}
-    assert choices["batch.length"] == set(batches.LENGTHS) and choices["batch.last"] == set(batches.LASTS)
+    assert choices["batch.length"] == set(sampling.EPOCH_LENGTHS) and choices["batch.last"] == set(
+        sampling.LAST_BATCHES
+    )
     assert choices["memory.rounding"] == set(memory.ROUNDINGS) and choices["memory.shrink"] == set(memory.SHRINKS)
-    assert choices["memory.selection"] == set(memory.SELECTIONS)
+    assert choices["memory.selection"] == set(selection.SELECTIONS)
     assert choices["data.stream"] == set(device.STREAMING) and choices["data.unreadable"] == set(loading.UNREADABLE)
 
 

@@ -1,293 +1,77 @@
+"""Batches on the CPU: the rows, views and labels that a spec asks for, augmented by what was drawn."""
+
 from __future__ import annotations
 
-import itertools
-import math
-import time
-
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tbbn.bench import seeds
-from tbbn.bench.data.batches import (
-    LASTS,
-    LENGTHS,
-    Block,
-    balanced_rows,
-    epoch_blocks,
-    n_steps,
-    parts,
-    stream_blocks,
-)
-from tbbn.bench.data.memory import Reservoir
+from tbbn.bench.data.augment import Centred, Shift, normalise
+from tbbn.bench.data.batches import BatchMaker, BatchSpec
+from tbbn.bench.data.device import DeviceDataset
+from tbbn.bench.data.sampling import IndexBlock
 from tbbn.bench.data.types import Batch
-from tbbn.errors import UserError
-
-NONE = torch.empty(0, dtype=torch.int64)
 
 
-def gen(*names):
-    return seeds.generator(0, *names)
+def maker() -> BatchMaker:
+    images = torch.randint(0, 256, (9, 3, 8, 8), generator=seeds.generator(0, "images")).to(torch.uint8)
+    mean, std = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.1, 0.2, 0.3])
+    data = DeviceDataset(images, torch.arange(9) // 3, mean, std, None, torch.channels_last)
+    return BatchMaker(data, Shift(), Centred(flip=True))
 
 
-def sets(n_current, n_memory):
-    return torch.arange(n_current), 10_000 + torch.arange(n_memory)
+def expected(m: BatchMaker, rows: torch.Tensor, augment: Shift | Centred, parameters: torch.Tensor) -> torch.Tensor:
+    """Row by row, from the whole set."""
+    images = [augment.apply(m.data.images[i : i + 1], p[None]) for i, p in zip(rows.tolist(), parameters, strict=True)]
+    return normalise(torch.cat(images), m.data.mean, m.data.std)
 
 
-def blocks_of(n_current, n_memory, **options):
-    current, memory = sets(n_current, n_memory)
-    return epoch_blocks(current, memory, generator=gen("epoch"), **{"batch_size": 64, **options})
-
-
-def layouts(blocks):
-    return [(block.steps, block.n_current, block.n_memory) for block in blocks]
-
-
-def slow_steps(n_current, n_memory, n_c, n_m, length, last):
-    """Two lists of batch widths, one cycled by itertools, step by step: the loop of the released code."""
-
-    def widths(n, part):
-        return [len(range(n)[i : i + part]) for i in range(0, n, part)]
-
-    current, memory = widths(n_current, n_c), [n_m] if n_memory < n_m else widths(n_memory, n_m)
-    steps = {"longer": max(len(current), len(memory)), "current": len(current), "memory": len(memory)}[length]
-    pairs = list(itertools.islice(zip(itertools.cycle(current), itertools.cycle(memory), strict=False), steps))
-    full = (min(n_c, n_current), n_m)
-    return [pair for pair in pairs if last == "short" or pair == full]
-
-
-def test_papers_iterations_per_epoch_on_cifar():
-    sizes = [2000, 2000, 2010, 2000, 2000, 2040, 2030, 2000, 2070]
-    expected = [124, 124, 124, 124, 124, 126, 125, 124, 128]
-    assert [sum(b.steps for b in blocks_of(4500, m, last="drop")) for m in sizes] == expected
-    assert [n_steps(4500, m, batch_size=64, last="drop") for m in sizes] == expected
-    assert n_steps(4500, 0, batch_size=64, last="drop") == sum(b.steps for b in blocks_of(4500, 0, last="drop")) == 70
-
-
-def test_papers_other_epoch_lengths():
-    assert n_steps(2250, 2000, batch_size=64, last="drop") == 123  # CIFAR in 20 tasks
-    assert n_steps(11_700, 2000, batch_size=64, last="drop") == 243  # ImageNet-100
-    assert n_steps(6500, 2000, batch_size=64, last="drop") == 135  # current rows joined with the memory
-    assert n_steps(6510, 2010, batch_size=64, last="drop") == 134
-
-
-def test_a_whole_epoch_is_one_block_of_the_papers_layout():
-    (block,) = blocks_of(4500, 2000, last="drop")
-    assert (block.steps, block.n_current, block.n_memory) == (124, 48, 16)
-    assert block.index.shape == (124, 64)
-    assert (block.index[:, :48] < 10_000).all()
-    assert (block.index[:, 48:] >= 10_000).all()
-
-
-def test_short_batches_are_kept_in_their_place():
-    assert layouts(blocks_of(4500, 2000, last="short")) == [(93, 48, 16), (1, 36, 16), (31, 48, 16)]
-    assert layouts(blocks_of(4500, 2010, last="short")) == [(93, 48, 16), (1, 36, 16), (31, 48, 16), (1, 48, 10)]
-    assert layouts(blocks_of(200, 0)) == [(3, 64, 0), (1, 8, 0)]
-    assert layouts(blocks_of(192, 0)) == [(3, 64, 0)]
-
-
-def test_each_pass_holds_every_row_once_and_is_shuffled_anew():
-    blocks = blocks_of(100, 320, batch_size=64, last="short")  # 3 and 20 batches
-    steps = [row for block in blocks for row in block.index]
-    current = torch.cat([row[row < 10_000] for row in steps])
-    memory = torch.cat([row[row >= 10_000] for row in steps])
-    passes = current[:600].view(6, 100)
-    assert all(sorted(p.tolist()) == list(range(100)) for p in passes)
-    assert len({tuple(p.tolist()) for p in passes}) == 6
-    assert sorted(memory.tolist()) == list(range(10_000, 10_320))
-
-
-def test_length_follows_the_set_it_names():
-    assert layouts(blocks_of(480, 2000, length="current", last="short")) == [(10, 48, 16)]
-    assert layouts(blocks_of(480, 48, length="memory", last="short")) == [(3, 48, 16)]
-    assert layouts(blocks_of(480, 48, length="longer", last="short")) == [(10, 48, 16)]
-
-
-def test_fewer_memory_rows_than_their_part_repeat_evenly():
-    (block,) = blocks_of(48 * 10, 5)
-    assert (block.n_current, block.n_memory) == (48, 16)
-    counts = torch.bincount(block.index[:, 48:].flatten() - 10_000)
-    assert counts.tolist() == [32] * 5
-    assert all(len(set(row.tolist())) == 5 for row in block.index[:, 48:])
-
-
-@pytest.mark.parametrize("last", LASTS)
-def test_fewer_current_rows_than_their_part_make_smaller_batches(last):
-    assert layouts(blocks_of(20, 64, last=last)) == [(4, 20, 16)]
-    assert layouts(blocks_of(20, 0, last=last)) == [(1, 20, 0)]
-
-
-@settings(deadline=None)
-@given(
-    n_current=st.integers(1, 150),
-    n_memory=st.integers(0, 150),
-    batch_size=st.integers(2, 24),
-    ratio=st.sampled_from([(3, 1), (1, 1), (2, 3), (7, 1)]),
-    length=st.sampled_from(LENGTHS),
-    last=st.sampled_from(LASTS),
-)
-def test_blocks_and_step_count_follow_the_loop_written_out(n_current, n_memory, batch_size, ratio, length, last):
-    if batch_size * ratio[0] // sum(ratio) == 0:
-        return
-    options = {"batch_size": batch_size, "ratio": ratio, "length": length, "last": last}
-    current, memory = sets(n_current, n_memory)
-    blocks = epoch_blocks(current, memory, generator=gen("property"), **options)
-    pairs = [(b.n_current, b.n_memory) for b in blocks for _ in range(b.steps)]
-    if n_memory:
-        n_c = batch_size * ratio[0] // sum(ratio)
-        expected = slow_steps(n_current, n_memory, n_c, batch_size - n_c, length, last)
-    else:
-        whole, tail = divmod(n_current, min(batch_size, n_current))
-        expected = [(min(batch_size, n_current), 0)] * whole + [(tail, 0)] * (tail > 0 and last == "short")
-    assert pairs == expected
-    assert pairs
-    assert n_steps(n_current, n_memory, **options) == len(pairs)
-    assert all(a != b for a, b in itertools.pairwise([(b.n_current, b.n_memory) for b in blocks]))
-    for block in blocks:
-        assert set(block.index[:, : block.n_current].flatten().tolist()) <= set(current.tolist())
-        assert set(block.index[:, block.n_current :].flatten().tolist()) <= set(memory.tolist())
-        assert all(len(set(row.tolist())) == block.n_current for row in block.index[:, : block.n_current])
-
-
-def test_plan_is_a_function_of_the_generator_alone():
-    torch.manual_seed(0)
-    first = blocks_of(300, 100)
-    torch.manual_seed(1)
-    again = blocks_of(300, 100)
-    assert all(torch.equal(a.index, b.index) for a, b in zip(first, again, strict=True))
-    other = epoch_blocks(*sets(300, 100), batch_size=64, generator=gen("other"))
-    assert not torch.equal(first[0].index, other[0].index)
-
-
-def test_plan_of_a_cifar_epoch_takes_less_than_5_ms():
-    best = math.inf
-    for _ in range(200):  # the machine may be busy
-        start = time.perf_counter()
-        blocks_of(4500, 2000, last="drop")
-        best = min(best, time.perf_counter() - start)
-        if best < 0.005:
-            break
-    assert best < 0.005
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "ratio", "expected"),
-    [
-        (64, (3, 1), (48, 16)),
-        (20, (1, 1), (10, 10)),
-        (128, (3, 1), (96, 32)),
-        (2, (3, 1), (1, 1)),
-        (10, (3, 1), (7, 3)),
-    ],
-)
-def test_parts_of_a_batch(batch_size, ratio, expected):
-    assert parts(batch_size, ratio) == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 1}, "batch_size 1 at ratio 3:1 leaves no current rows; use a batch_size of at least 2"),
-        ({"batch_size": 4, "ratio": (1, 7)}, "batch_size 4 at ratio 1:7 .* at least 8"),
-        ({"ratio": (3, 0)}, "both parts of the ratio must be at least 1, got 3:0"),
-        ({"length": "longest"}, "unknown epoch length 'longest'.*'longer'"),
-        ({"last": "drp"}, "unknown last batch 'drp'.*'drop'"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-    ],
-)
-def test_impossible_batches_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        blocks_of(100, 100, **options)
-    with pytest.raises(UserError, match=message):
-        n_steps(100, 100, **{"batch_size": 64, **options})
-
-
-def test_an_epoch_without_current_rows_is_refused():
-    with pytest.raises(UserError, match="an epoch needs current rows, got none"):
-        blocks_of(0, 100)
-
-
-def test_balanced_rows_are_a_random_subset_of_each_class():
-    rows, labels = 100 + torch.arange(40), torch.arange(40) % 4
-    chosen = balanced_rows(rows, labels, 3, gen("balanced"))
-    assert labels[chosen - 100].tolist() == [c for c in range(4) for _ in range(3)]
-    assert len(set(chosen.tolist())) == 12
-    assert not torch.equal(chosen, balanced_rows(rows, labels, 3, gen("other")))
-    assert sorted(balanced_rows(rows, labels, 99, gen()).tolist()) == rows.tolist()
-
-
-def test_batch_knows_its_parts():
+def test_a_batch_knows_its_current_and_memory_rows() -> None:
     batch = Batch(torch.zeros(6, 1, 2, 2), torch.arange(6), 10 + torch.arange(6), 4, 2, n_old_classes=2, n_classes=4)
     assert batch.labels[batch.current].tolist() == [0, 1, 2, 3]
     assert batch.index[batch.memory].tolist() == [14, 15]
 
 
-def test_block_width_must_be_its_layout():
-    with pytest.raises(AssertionError, match="width is its layout"):
-        Block(torch.zeros(3, 5, dtype=torch.int64), 3, 1)
+def test_a_batch_holds_its_rows_augmented_and_normalised() -> None:
+    m, index = maker(), torch.tensor([[7, 8, 0], [6, 7, 4]])
+    spec = BatchSpec(2, 1, 1, past_tasks=1, n_old_classes=2, n_classes=3, has_layout=True)
+    block = m.draw(IndexBlock(index, 2, 1), spec, seeds.generator(0, "draw"))
+    drawn = m.augment.draw(6, seeds.generator(0, "draw"), (8, 8)).view(2, 3, -1)
+    assert block.steps == 2 and torch.equal(block.index, index) and torch.equal(block.parameters[0], drawn)
+    batch = m.make_batch(spec, block.index[1], [p[1] for p in block.parameters])
+    assert torch.equal(batch.images, expected(m, index[1], m.augment, drawn[1]))
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert batch.labels.tolist() == [2, 2, 1] and torch.equal(batch.index, index[1])
+    assert (batch.n_current, batch.n_memory, batch.n_old_classes, batch.n_classes) == (2, 1, 2, 3)
 
 
-def stream(n, reservoir, name="stream", **options):
-    options = {"batch_size": 20, "ratio": (1, 1), **options}
-    return stream_blocks(torch.arange(n), reservoir, generator=gen(name), **options)
+def test_further_views_of_memory_rows_follow_and_are_strongly_augmented() -> None:
+    m, index = maker(), torch.tensor([[8, 0, 3]])
+    spec = BatchSpec(1, 2, 3, past_tasks=2, n_old_classes=2, n_classes=3, has_layout=True)
+    block = m.draw(IndexBlock(index, 1, 2), spec, seeds.generator(0, "draw"))
+    assert block.index.tolist() == [[8, 0, 3, 0, 3, 0, 3]]
+    generator = seeds.generator(0, "draw")
+    plain, strong = m.augment.draw(3, generator, (8, 8)), m.strong.draw(4, generator, (8, 8))
+    batch = m.make_batch(spec, block.index[0], [p[0] for p in block.parameters])
+    assert torch.equal(batch.images[:3], expected(m, index[0], m.augment, plain))
+    assert torch.equal(batch.images[3:], expected(m, torch.tensor([0, 3, 0, 3]), m.strong, strong))
+    assert batch.n_current == 1 and batch.n_memory == 6
 
 
-def test_stream_passes_once_and_replays_what_has_passed():
-    blocks, after = stream(205, Reservoir(50, NONE, 0))
-    assert layouts(blocks) == [(1, 10, 0), (19, 10, 10), (1, 5, 10)]
-    assert n_steps(205, 0, batch_size=20, ratio=(1, 1), stream=True) == 21
-    passed = []
-    for block in blocks:
-        for row in block.index.tolist():
-            assert set(row[block.n_current :]) <= set(passed)
-            assert len(set(row[block.n_current :])) == block.n_memory
-            passed += row[: block.n_current]
-    assert sorted(passed) == list(range(205))
-    assert after.seen == 205
-    assert len(set(after.index.tolist())) == 50
+def test_a_mixed_batch_has_no_memory_rows() -> None:
+    m = maker()
+    spec = BatchSpec(3, 0, 1, past_tasks=1, n_old_classes=1, n_classes=3, has_layout=False)
+    block = m.draw(IndexBlock(torch.tensor([[0, 4, 8]]), 3, 0), spec, seeds.generator(0, "draw"))
+    batch = m.make_batch(spec, block.index[0], [p[0] for p in block.parameters])
+    assert (batch.n_current, batch.n_memory) == (3, 0) and batch.labels.tolist() == [0, 1, 2]
 
 
-def test_stream_drops_a_short_batch_on_demand():
-    blocks, after = stream(205, Reservoir(50, NONE, 0), last="drop")
-    assert layouts(blocks) == [(1, 10, 0), (19, 10, 10)]
-    assert n_steps(205, 0, batch_size=20, ratio=(1, 1), last="drop", stream=True) == 20
-    assert after.seen == 200
-
-
-def test_stream_replays_only_past_rows_on_demand():
-    past = Reservoir(50, 1000 + torch.arange(50), 300)
-    blocks, after = stream(205, past, past_only=True)
-    assert layouts(blocks) == [(20, 10, 10), (1, 5, 10)]
-    assert all((block.index[:, block.n_current :] >= 1000).all() for block in blocks)
-    mixed, same = stream(205, past)
-    assert any((block.index[:, block.n_current :] < 1000).any() for block in mixed)
-    assert after.seen == same.seen == 505
-    assert (after.index < 1000).any()
-    first, _ = stream(205, Reservoir(50, NONE, 0), past_only=True)
-    assert layouts(first) == [(20, 10, 0), (1, 5, 0)]
-
-
-def test_stream_stores_but_does_not_replay_rows_left_out():
-    past = Reservoir(50, 1000 + torch.arange(50), 10**12)
-    blocks, after = stream(205, past, without=1000 + torch.arange(45))
-    assert layouts(blocks) == [(20, 10, 10), (1, 5, 10)]
-    assert all((block.index[:, block.n_current :] >= 1045).all() for block in blocks)
-    assert torch.equal(after.index, past.index)
-
-
-def test_stream_replay_draws_every_stored_row_equally_often():
-    past = Reservoir(40, 1000 + torch.arange(40), 10**12)  # so long a stream that nothing new enters
-    blocks, after = stream(4000, past)
-    assert torch.equal(after.index, past.index)
-    counts = torch.bincount(blocks[0].index[:, 10:].flatten() - 1000, minlength=40).float()
-    assert counts.sum() == 4000
-    assert (counts - 100).abs().max() < 5 * (400 * 0.25 * 0.75) ** 0.5
-
-
-@settings(deadline=None)
-@given(n=st.integers(1, 80), stored=st.integers(0, 30), batch_size=st.integers(2, 30), last=st.sampled_from(LASTS))
-def test_stream_step_count_needs_no_draw(n, stored, batch_size, last):
-    past = Reservoir(30, 1000 + torch.arange(stored), stored)
-    blocks, _ = stream(n, past, batch_size=batch_size, last=last)
-    assert n_steps(n, 0, batch_size=batch_size, ratio=(1, 1), last=last, stream=True) == sum(b.steps for b in blocks)
+def test_images_on_the_device_need_no_prefetch() -> None:
+    m = maker()
+    spec = BatchSpec(3, 0, 1, past_tasks=0, n_old_classes=0, n_classes=3, has_layout=True)
+    rows, images = torch.tensor([5, 1, 1]), m.data.images
+    assert isinstance(images, torch.Tensor)
+    parameters = m.augment.draw(3, seeds.generator(0, "draw"), (8, 8))
+    assert torch.equal(m.data.gather(rows, [parameters]), images[rows])
+    assert list(zip(range(3), m.data.prefetch(rows.split(1)), strict=False)) == [(i, []) for i in range(3)]
+    batch = m.make_batch(spec, rows, [parameters])
+    assert torch.equal(batch.images, expected(m, rows, m.augment, parameters))

@@ -2,89 +2,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slow_herding import slow_herding
 
 from tbbn.bench import seeds
-from tbbn.bench.data import memory as memory_module
-from tbbn.bench.data.memory import ExemplarMemory, Reservoir, herding, reservoir_update, select
+from tbbn.bench.data.memory import ExemplarMemory, Reservoir
+from tbbn.bench.data.selection import SELECTIONS
 from tbbn.errors import UserError
 
 
 def gen(*names):
     return seeds.generator(0, *names)
-
-
-def slow_herding(features, n):
-    """The definition, pick by pick and row by row."""
-    rows = [f / f.norm() if f.norm() > 0 else f for f in features.double()]
-    mu = sum(rows) / len(rows)
-    picked, total = [], torch.zeros_like(mu)
-    for k in range(min(n, len(rows))):
-        distance = {i: float((mu - (x + total) / (k + 1)).norm()) for i, x in enumerate(rows) if i not in picked}
-        picked.append(min(distance, key=distance.__getitem__))
-        total = total + rows[picked[-1]]
-    return picked
-
-
-@pytest.mark.parametrize("gram_side", [2048, 1])
-@pytest.mark.parametrize("n", [1, 7, 30, 99])
-def test_herding_is_the_greedy_definition(n, gram_side, monkeypatch):
-    monkeypatch.setattr(memory_module, "_GRAM_SIDE", gram_side)
-    features = torch.randn(30, 8, generator=gen("herding")) + 1
-    features[4] = 0
-    assert herding(features, n).tolist() == slow_herding(features, n)
-
-
-@pytest.mark.parametrize("elements", [2**24, 1])
-def test_herding_of_unequal_classes_side_by_side_is_herding_of_each(elements, monkeypatch):
-    monkeypatch.setattr(memory_module, "_GRAM_ELEMENTS", elements)
-    features = torch.randn(60, 5, generator=gen("features"))
-    labels = torch.tensor([3] * 31 + [7] * 4 + [5] * 25)[torch.randperm(60, generator=gen("labels"))]
-    expected = []
-    for c in (3, 5, 7):
-        rows = (labels == c).nonzero()[:, 0]
-        expected += rows[slow_herding(features[rows], 6)].tolist()
-    assert select("herding", features, labels, 6).tolist() == expected
-
-
-def test_herding_of_rows_that_are_not_finite_still_picks_distinct_rows():
-    features = torch.randn(12, 4, generator=gen("bad"))
-    features[3] = torch.nan
-    features[5, 1] = torch.inf
-    assert sorted(herding(features, 12).tolist()) == list(range(12))
-    picks = select("herding", torch.full((12, 4), torch.nan), torch.tensor([0] * 9 + [1] * 3), 5)
-    assert len(set(picks.tolist())) == 8
-
-
-def test_entropy_takes_the_least_certain_rows_first():
-    logits = torch.tensor([[9.0, 0.0, -torch.inf], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [3.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
-    assert select("entropy", logits, torch.tensor([0, 0, 0, 0, 1]), 3).tolist() == [2, 1, 3, 4]
-
-
-def test_distance_takes_the_smallest_logit_of_the_own_class_first():
-    logits = torch.tensor([[5.0, 0.0], [2.0, 9.0], [3.0, -4.0], [0.0, 1.0], [0.0, -1.0]])
-    assert select("distance", logits, torch.tensor([0, 0, 0, 1, 1]), 2).tolist() == [1, 2, 4, 3]
-
-
-def test_random_selection_is_uniform_and_per_class():
-    labels = torch.tensor([1, 0] * 10)
-    hits = torch.zeros(20)
-    for trial in range(400):
-        picks = select("random", None, labels, 5, gen("trial", trial))
-        assert labels[picks].tolist() == [0] * 5 + [1] * 5
-        assert len(set(picks.tolist())) == 10
-        hits[picks] += 1
-    assert (hits / 400 - 0.5).abs().max() < 0.13  # five standard deviations
-
-
-def test_selection_of_nothing_is_nothing():
-    none = torch.empty(0, dtype=torch.int64)
-    assert len(select("herding", torch.empty(0, 3), none, 4)) == 0
-    assert len(select("random", None, none, 4, gen())) == 0
-
-
-def test_unknown_selection_names_the_known_ones():
-    with pytest.raises(UserError, match=r"unknown selection 'herd'; .*Did you mean 'herding'"):
-        select("herd", None, torch.zeros(1, dtype=torch.int64), 1)
 
 
 def test_quota_is_the_papers_table():
@@ -111,7 +38,7 @@ def test_impossible_memories_are_refused(options, message):
 
 
 def test_a_budget_below_the_number_of_classes_is_refused_unless_rounded_up():
-    with pytest.raises(UserError, match="a budget of 7 gives none of 10 classes an exemplar; use at least 10, or"):
+    with pytest.raises(UserError, match="a budget of 7 gives none of the 10 classes an exemplar; use at least 10, or"):
         ExemplarMemory(7).quota(10)
     assert ExemplarMemory(7, rounding="ceil").quota(10) == 1
 
@@ -190,7 +117,7 @@ def test_memory_without_budget_stays_empty_and_needs_no_scores():
 
 
 def test_memory_says_what_it_needs_of_its_candidates():
-    needs = {name: ExemplarMemory(1, selection=name).scores for name in memory_module.SELECTIONS}
+    needs = {name: ExemplarMemory(1, selection=name).scores for name in SELECTIONS}
     assert needs == {
         "herding": "features",
         "random": None,
@@ -232,13 +159,13 @@ def slow_reservoir(index, rows, seen, budget, draws):
 
 @pytest.mark.parametrize("batch", [1, 3, 10, 64])
 def test_reservoir_by_batches_is_the_classic_algorithm_row_by_row(batch):
-    index, slow = torch.empty(0, dtype=torch.int64), []
+    reservoir, slow = Reservoir(8, torch.empty(0, dtype=torch.int64), 0), []
     for seen in range(0, 192, batch):
         rows = torch.arange(seen, min(seen + batch, 192))
         draws = torch.rand(len(rows), generator=gen("r", seen), dtype=torch.float64).tolist()
         slow = slow_reservoir(slow, rows.tolist(), seen, 8, draws)
-        index = reservoir_update(index, rows, seen, 8, gen("r", seen))
-        assert index.tolist() == slow
+        reservoir = reservoir.update(rows, gen("r", seen))
+        assert reservoir.index.tolist() == slow
 
 
 def test_reservoir_includes_every_row_with_equal_probability():
@@ -257,7 +184,8 @@ def test_reservoir_includes_every_row_with_equal_probability():
 
 def test_reservoir_is_unchanged_by_an_empty_batch():
     index = torch.tensor([4, 2])
-    assert torch.equal(reservoir_update(index, index[:0], 9, 2, gen()), index)
+    after = Reservoir(2, index, 9).update(index[:0], gen())
+    assert torch.equal(after.index, index) and after.seen == 9
 
 
 def test_a_reservoir_without_budget_stays_empty():

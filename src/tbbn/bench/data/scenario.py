@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tbbn.bench import seeds
-from tbbn.bench.data.memory import rank_in_class
+from tbbn.bench.data.selection import rank_in_class
 from tbbn.errors import UserError, unknown_name
 
 if TYPE_CHECKING:

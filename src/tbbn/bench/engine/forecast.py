@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from tbbn.bench.config import RunConfig
-from tbbn.bench.data.batches import n_steps
 from tbbn.bench.data.memory import ExemplarMemory
+from tbbn.bench.data.sampling import steps_per_epoch
 from tbbn.bench.engine.setup import full_batch, load_source, memory_of, method_of, ratio_of, scenario_of
 from tbbn.bench.engine.validate import check, check_memory
 from tbbn.bench.methods import Method
@@ -46,14 +46,14 @@ def forecast(config: RunConfig) -> list[TaskForecast]:
         images = sum(class_sizes[: task.classes.stop]) if method.all_data else len(task.train)
         new, old = _main_phase_rows(method, class_sizes[task.classes.start : task.classes.stop], kept)
         new = images if method.all_data else new
-        steps = n_steps(
+        steps = steps_per_epoch(
             new + old if config.batch.current_from == "union" else new,
             old,
             batch_size=config.batch.size,
             ratio=ratio_of(config),
             length=config.batch.length,
             last=config.batch.last,
-            stream=config.data.online and not method.all_data,
+            online=config.data.online and not method.all_data,
         )
         current, memory, splits = full_batch(config, method, task.number)
         entries.append(

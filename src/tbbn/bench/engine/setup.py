@@ -12,9 +12,10 @@ from tbbn.bench import seeds
 from tbbn.bench.config import RunConfig
 from tbbn.bench.data import loading
 from tbbn.bench.data.augment import augmentation
-from tbbn.bench.data.batches import BatchMaker, parts
+from tbbn.bench.data.batches import BatchMaker
 from tbbn.bench.data.device import DeviceDataset, place_on_device
 from tbbn.bench.data.memory import ExemplarMemory
+from tbbn.bench.data.sampling import batch_layout
 from tbbn.bench.data.scenario import Scenario, Task, make_scenario, task_of_class
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine.forward import TrainingForward
@@ -118,7 +119,7 @@ def full_batch(config: RunConfig, method: Method, task: int) -> tuple[int, int, 
     replays = has_memory and (task > 0 or (is_stream and config.batch.memory_from == "all"))
     if not replays and not is_stream:
         return config.batch.size, 0, 1
-    current, memory = parts(config.batch.size, ratio_of(config))
+    current, memory = batch_layout(config.batch.size, ratio_of(config))
     if not replays:  # a stream leaves room for memory rows from its first step
         return current, 0, 1
     memory *= method.memory_views(task)

@@ -13,18 +13,12 @@ from torch.nn import functional as F
 
 from tbbn.bench import seeds
 from tbbn.bench.config import RunConfig
-from tbbn.bench.data.batches import (
-    BatchMaker,
-    BatchSpec,
-    Block,
-    EpochBlock,
-    balanced_rows,
-    epoch_blocks,
-    stream_blocks,
-)
+from tbbn.bench.data.batches import BatchMaker, BatchSpec, EpochBlock
 from tbbn.bench.data.device import to_device
-from tbbn.bench.data.memory import ExemplarMemory, Reservoir, select
+from tbbn.bench.data.memory import ExemplarMemory, Reservoir
+from tbbn.bench.data.sampling import IndexBlock, balanced_rows, epoch_blocks, online_blocks
 from tbbn.bench.data.scenario import Scenario, Task
+from tbbn.bench.data.selection import select
 from tbbn.bench.data.types import Batch
 from tbbn.bench.engine.forward import TrainingForward, evaluation_pass
 from tbbn.bench.engine.setup import ratio_of
@@ -142,9 +136,9 @@ class EngineTaskContext(TaskContext):
     def draw(self, rows: PhaseRows, *purpose: str | int) -> list[EpochBlock]:
         """An epoch: every row and every augmentation parameter, drawn on the CPU and sent to the device at once."""
         generator, batch = self.generator("batches", *purpose), self.config.batch
-        blocks: list[Block]
+        blocks: list[IndexBlock]
         if self.config.data.online and rows.kind == "replay" and not self.method.all_data:
-            blocks, reservoir = stream_blocks(
+            blocks, reservoir = online_blocks(
                 rows.current,
                 self.memory.reservoir(),
                 batch_size=batch.size,
@@ -171,7 +165,7 @@ class EngineTaskContext(TaskContext):
             for i, block in enumerate(blocks)
         ]
 
-    def _spec(self, block: Block, has_layout: bool) -> BatchSpec:
+    def _spec(self, block: IndexBlock, has_layout: bool) -> BatchSpec:
         return BatchSpec(
             n_current=block.n_current,
             n_memory=block.n_memory,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from tbbn.bench.config import Choice, RunConfig, check_settings
-from tbbn.bench.data.batches import parts
 from tbbn.bench.data.memory import ExemplarMemory
+from tbbn.bench.data.sampling import batch_layout
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine.evaluate import evaluated_rows
@@ -32,7 +32,7 @@ def check(config: RunConfig) -> None:
     if BACKBONES.entry(config.backbone).origin == BUILT_IN:  # another may need the size of the images
         _check_network(config, method, (3, 32, 32))
     memory_of(config)
-    parts(config.batch.size, ratio_of(config))
+    batch_layout(config.batch.size, ratio_of(config))
     if config.train.nesterov and not config.train.momentum:
         raise UserError("train.nesterov needs a momentum; set train.momentum, such as 0.9.")
     if config.train.keep == "best" and not config.data.validation:
