@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tbbn.bench.api import load, run, sweep
     from tbbn.nn import balance, convert, functional, penalty, revert, splits
     from tbbn.nn.adab2n import AdaptiveBalancedNorm
     from tbbn.nn.comparison import (
@@ -59,6 +60,7 @@ __all__ = [
     "balance",
     "convert",
     "functional",
+    "load",
     "penalty",
     "register_augmentation",
     "register_backbone",
@@ -66,16 +68,23 @@ __all__ = [
     "register_method",
     "register_norm",
     "revert",
+    "run",
     "splits",
+    "sweep",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a public name needs when it is first used: the layer brings torch, registering needs nothing."""
+    """Import what a public name needs when it is first used: registering needs nothing, the layer torch alone."""
     if name not in (*__all__, "errors", "nn", "registry"):
         raise AttributeError(f"module 'tbbn' has no attribute {name!r}")
     if name.startswith("register_"):
         return getattr(import_module("tbbn.registry"), name)
+    if name in ("load", "run", "sweep"):
+        try:
+            return getattr(import_module("tbbn.bench.api"), name)
+        except ModuleNotFoundError as error:
+            raise ImportError(f"tbbn.{name} needs {error.name}; pip install 'tbbn[bench]'") from error
     if name not in __all__:
         return import_module(f"tbbn.{name}")
     for home in map(import_module, ("tbbn.nn.modules", "tbbn.nn.comparison", "tbbn.nn.adab2n", "tbbn.nn")):

@@ -79,19 +79,26 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry[T]] = {}
 
     def register(
-        self, name: str, value: T, description: str = "", options: Mapping[str, Option] | None = None, *, depth: int = 1
+        self,
+        name: str,
+        value: T,
+        description: str = "",
+        options: Mapping[str, Option] | None = None,
+        *,
+        origin: Origin | None = None,
+        replace: bool = False,
     ) -> T:
-        """Give ``value`` a name. Without ``options`` they are read off it: see :func:`options_of`.
+        """Give ``value`` a name. Without ``options`` they are read off it, without ``origin`` it is the calling module's.
 
         Registering the same function or class again, as a notebook cell does when it is run twice, replaces it.
         """
-        origin = _origin(sys._getframe(depth).f_globals)
+        origin = origin or origin_of(sys._getframe(1).f_globals)
         if origin != BUILT_IN:
             import_module(self.home)  # so that a name this package uses is taken
         if not name or not isinstance(name, str) or set(name) & set(" ,+:()="):
             raise UserError(f"{self.kind} {name!r}: a name is text without spaces or any of , + : ( ) =")
         old = self._entries.get(name)
-        if old is not None and not _same_place(old.value, value):
+        if old is not None and not replace and not _same_place(old.value, value):
             raise UserError(
                 f"{self.kind} {name!r} is already registered by {old.origin}; {origin} must use another name."
             )
@@ -107,7 +114,8 @@ class Registry(Generic[T]):
         """:meth:`register` as a decorator; without a description the first line of the docstring is used."""
         if not isinstance(name, str):
             raise UserError(f'register_{self.kind} needs a name: @tbbn.register_{self.kind}("my-{self.kind}").')
-        return lambda value: self.register(name, value, description, options, depth=2)
+        origin = origin_of(sys._getframe(1).f_globals)
+        return lambda value: self.register(name, value, description, options, origin=origin)
 
     def entry(self, name: str) -> Entry[T]:
         """All that is known about a name."""
@@ -308,7 +316,7 @@ def _module_origin(module: str) -> Origin:
     return Origin(module, sha256=_file_origin(file).sha256) if file and Path(file).is_file() else Origin(module)
 
 
-def _origin(namespace: Mapping[str, Any]) -> Origin:
+def origin_of(namespace: Mapping[str, Any]) -> Origin:
     """Where code with these globals comes from."""
     module = namespace.get("__name__", "")
     if module.partition(".")[0] == "tbbn":

@@ -51,8 +51,8 @@ def _data(args: argparse.Namespace) -> int:
 
 
 def _pack(args: argparse.Namespace) -> int:
-    from tbbn.bench.cli.progress import counter
     from tbbn.bench.data.packed.pack import pack
+    from tbbn.bench.progress import counter
 
     start = time.perf_counter()
     with counter("packing", "images", quiet=args.quiet) as on_progress:
@@ -95,8 +95,8 @@ def _pack(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from tbbn.bench.cli.progress import counter
     from tbbn.bench.data.packed.index import check_packed, open_packed
+    from tbbn.bench.progress import counter
 
     folder = args.path.expanduser()
     with counter("checking", "bytes", quiet=args.quiet) as on_progress:

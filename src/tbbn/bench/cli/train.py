@@ -123,7 +123,7 @@ def _resume(chosen: argparse.Namespace) -> int:
 def _train(
     runs: list[PendingRun], folder: Path, chosen: argparse.Namespace, *, overwrite: bool = False, recipe: str = ""
 ) -> int:
-    from tbbn.bench.cli.progress import run_progress
+    from tbbn.bench.progress import run_progress
     from tbbn.bench.runs.interrupt import stop_on_signal
     from tbbn.bench.runs.sweep import run_all
 

@@ -54,7 +54,7 @@ def _print_findings(folder: Path, findings: list[Finding]) -> None:
 
 
 def _retrain(folder: Path, task: int, from_start: bool) -> list[Finding]:
-    from tbbn.bench.cli.progress import run_progress
+    from tbbn.bench.progress import run_progress
     from tbbn.bench.runs.pending import PendingRun
     from tbbn.bench.runs.record import load_record
     from tbbn.bench.runs.retrain import retrain

@@ -29,6 +29,9 @@ class Record:
     status: str = "running"  # then "finished", "interrupted", "diverged" or "failed"
     message: str = ""  # why the run diverged or failed
     environment: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(
+        default_factory=dict
+    )  # class names, shape of the network's input, channel mean and std
     class_order: list[int] = field(default_factory=list)
     task_sizes: list[int] = field(default_factory=list)
     accuracy: list[list[float]] = field(default_factory=list)  # class-IL: the task of a test image is unknown

@@ -182,4 +182,6 @@ def record_of(config: RunConfig, source: Source, scenario: Scenario, network: Ne
     record.class_order = list(scenario.class_order)
     record.task_sizes = list(scenario.task_sizes)
     record.skipped = list(source.skipped)
+    stats = {"mean": list(source.mean), "std": list(source.std)}
+    record.data = {"classes": list(source.classes), "shape": list(image_shape(config, source)), **stats}
     return record

@@ -5,11 +5,16 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tbbn.bench.engine.record import Record
 from tbbn.bench.report.tables import grouped
 from tbbn.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours: apart for colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -18,6 +23,21 @@ FEW = 6  # curves whose legend fits between them
 
 
 def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
+    """Draw :func:`accuracy_figure` into a file."""
+    figure, path = accuracy_figure(records), Path(path)
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        raise UserError(
+            f"{path}: curves are drawn as .{', .'.join(sorted(known))}, got {path.suffix or 'no suffix'!r}."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a sign that the font does not have is drawn as a box
+        figure.savefig(path, dpi=150)
+    return path
+
+
+def accuracy_figure(records: Sequence[Record]) -> Figure:
     """Mean accuracy over the tasks seen so far, after each task; a band shows the standard deviation over seeds."""
     try:
         import matplotlib
@@ -25,7 +45,13 @@ def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
         raise UserError("plots need matplotlib; pip install 'tbbn[bench]'.") from None
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    class Picture(Figure):
+        def _repr_png_(self) -> bytes:  # a notebook shows it without pyplot
+            buffer = BytesIO()
+            self.savefig(buffer, format="png", dpi=100)
+            return buffer.getvalue()
+
+    figure = Picture(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     names = []
     for i, (name, members) in enumerate(grouped(records).items()):
@@ -60,17 +86,7 @@ def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
             longest = max(len(text) for text in axes.get_legend_handles_labels()[1])
             figure.set_size_inches(6.4 + 0.085 * longest, max(4.0, 0.6 + 0.21 * len(names)))
         axes.set_title(_literal(", ".join(dict.fromkeys(names))))
-    path = Path(path)
-    known = figure.canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in known:
-        raise UserError(
-            f"{path}: curves are drawn as .{', .'.join(sorted(known))}, got {path.suffix or 'no suffix'!r}."
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a sign that the font does not have is drawn as a box
-        figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _literal(text: str) -> str:

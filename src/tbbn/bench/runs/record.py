@@ -15,6 +15,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from tbbn.bench.config import to_toml
 from tbbn.bench.engine.record import SCHEMA, Record
 from tbbn.bench.runs import schema
@@ -46,6 +48,18 @@ def save_record(record: Record, directory: Path) -> None:
         _write_new(directory / PREDICTIONS, seal(save(record.predictions, metadata={"sha256": NO_SEAL})))
     text = record.to_json(config_sha256=hashlib.sha256(config).hexdigest(), sha256=NO_SEAL)
     write_atomic(directory / RECORD, seal(text.encode()))
+
+
+def load_predictions(directory: Path) -> dict[str, Tensor]:
+    """The predicted class of every test image, by task learnt; empty before the first task is done."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = directory / PREDICTIONS
+    try:
+        return load_file(file) if file.exists() else {}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: damaged ({error}).") from None
 
 
 def _write_new(path: Path, content: bytes) -> None:

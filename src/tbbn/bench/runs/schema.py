@@ -54,6 +54,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "status": (f"one of {', '.join(STATUSES)}", lambda value: isinstance(value, str) and value in STATUSES),
     "message": ("text", lambda value: isinstance(value, str)),
     "environment": ("a table", lambda value: isinstance(value, dict)),
+    "data": ("a table", lambda value: isinstance(value, dict)),
     "class_order": _COUNTS,
     "task_sizes": ("a list of numbers of classes", lambda value: _each(value, lambda v: _whole(v, 1))),
     "accuracy": _MATRIX,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tbbn.bench import metrics
 from tbbn.bench.config import read_toml, resolve, to_dict
@@ -18,7 +17,7 @@ from tbbn.bench.engine.plugins import without_data
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.setup import load_source, scenario_of
 from tbbn.bench.runs import checkpoint
-from tbbn.bench.runs.record import CONFIG, PREDICTIONS, RECORD, record_from, seal_problem
+from tbbn.bench.runs.record import CONFIG, PREDICTIONS, RECORD, load_predictions, record_from, seal_problem
 from tbbn.errors import UserError
 
 
@@ -85,7 +84,7 @@ def _recomputed(directory: Path, record: Record, stored: dict[str, Any]) -> list
     """What the record says, against what its predictions and the data's labels give."""
     config = record.run_config
     findings = [_compare("metrics", stored, record.metrics)]
-    predictions = _predictions(directory)
+    predictions = load_predictions(directory)
     wanted = {f"task{t}" for t in range(len(record.accuracy))}
     # Predictions are written before the record: a run that was killed in between has more of them than it counts.
     if wanted - predictions.keys() or (record.status == "finished" and predictions.keys() - wanted):
@@ -112,17 +111,6 @@ def _recomputed(directory: Path, record: Record, stored: dict[str, Any]) -> list
         errors = metrics.confusion_error_types(confusion_of(labels, predicted, classes.stop), classes.start)
         findings.append(_compare(f"error types after task {t + 1}", record.errors[t], errors))
     return findings
-
-
-def _predictions(directory: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    file = directory / PREDICTIONS
-    try:
-        return load_file(file) if file.exists() else {}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: damaged ({error}).") from None
 
 
 def _compare(subject: str, stored: object, computed: object) -> Finding:

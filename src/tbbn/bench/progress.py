@@ -147,12 +147,17 @@ def run_progress(runs: list[PendingRun], quiet: bool) -> RunProgress:
     """What suits standard error: nothing, bars or lines."""
     if quiet:
         return RunProgress()
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() or _in_notebook():
         try:
             return RunBars(runs)
         except ImportError:
             pass
     return RunLines(len(runs))
+
+
+def _in_notebook() -> bool:
+    """Whether rich can draw its bars in a notebook: it needs ipywidgets there."""
+    return "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
 
 
 def _name(run: PendingRun) -> str:

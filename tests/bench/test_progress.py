@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tbbn.bench.cli.progress import RunBars, RunLines, RunProgress, run_progress
 from tbbn.bench.config import resolve
 from tbbn.bench.engine import EpochEnded, Stepped, TaskEnded
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.record import Record, new_record
+from tbbn.bench.progress import RunBars, RunLines, RunProgress, run_progress
 from tbbn.bench.runs.pending import PendingRun
 
 

@@ -1,0 +1,302 @@
+"""What a notebook calls: ``tbbn.run``, ``tbbn.sweep`` and ``tbbn.load``.
+
+results = tbbn.run(method="lucir", norm="tbbn", data="digits", seeds=3, **{"train.epochs": 5})
+results.to_frame()                   # a row for each seed
+net = results[0].network()           # the trained network, with plain batch norm
+net(images).argmax(1)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from tbbn.bench.config import RunConfig, flatten
+from tbbn.bench.data.sources.arrays import remember
+from tbbn.bench.data.types import Source
+from tbbn.bench.engine import Event, Record, Run, run_lanes
+from tbbn.bench.engine import run as run_in_memory
+from tbbn.bench.progress import RunProgress, run_progress
+from tbbn.bench.report.plots import accuracy_curves, accuracy_figure
+from tbbn.bench.report.tables import summary_table
+from tbbn.bench.runs.interrupt import stop_on_signal
+from tbbn.bench.runs.pending import PendingRun, check_folders, expand
+from tbbn.bench.runs.recipe import Axes, recipe_text
+from tbbn.bench.runs.record import RECORD, load_predictions, load_record
+from tbbn.bench.runs.sweep import run_all
+from tbbn.bench.runs.trained import TrainedNetwork, load_trained, trained
+from tbbn.errors import UserError
+from tbbn.registry import BACKBONES, origin_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Names = str | Sequence[str] | Mapping[str, Any]
+
+
+def run(
+    method: Names | None = None,
+    norm: Names | None = None,
+    data: Any = None,
+    *,
+    backbone: str | Callable[..., nn.Module] | None = None,
+    seeds: int | Sequence[int] | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    lanes: int | None = 1,
+    quiet: bool = False,
+    **settings: Any,
+) -> Results:
+    """Train and evaluate; one :class:`Result` for each method, norm and seed.
+
+    Args:
+        method, norm: a name, with options as ``"cn(groups=8)"`` or ``{"name": "cn", "groups": 8}``; or a list of names.
+        data: a name (``tbbn list datasets``), arrays ``(images, labels)`` or ``((images, labels), (images, labels))`` for
+            training and test, a torch Dataset or a pair of them. Of data without a test part, every fifth image of each class
+            is for test. Images are uint8, or floats in [0, 1].
+        backbone: a name (``tbbn list backbones``), or a function that returns a module which maps images to features (N, D).
+            The function may take ``in_channels``, ``last_relu`` and ``image_size``.
+        seeds: a number of seeds, or the seeds.
+        out: a folder to keep the runs in, as ``tbbn run`` does: the same call resumes them. By default nothing is written,
+            and the results hold everything.
+        overwrite: replace what is in ``out``, instead of resuming it.
+        lanes: runs in parallel on one GPU; None finds the number that is fastest.
+        quiet: show no progress.
+        settings: any other setting, dotted (``**{"train.epochs": 5}``) or nested (``train={"epochs": 5}``).
+    """
+    given: dict[str, Any] = flatten(settings)
+    axes, source = Axes(seeds=_seeds(seeds, given)), None
+    for kind, value in (("method", method), ("norm", norm)):
+        if isinstance(value, Mapping):
+            given |= flatten({kind: value})
+        elif value is not None:
+            names = {f"{kind}s": _names(kind, value)}
+            axes = Axes(**{**vars(axes), **names})
+    if isinstance(data, Mapping):
+        given |= flatten({"data": data})
+    elif isinstance(data, str):
+        given["data.name"] = data
+    elif data is not None:
+        source = remember(data)
+        given["data.name"] = source.name
+    if backbone is not None:
+        given["backbone"] = backbone if isinstance(backbone, str) else _registered(backbone)
+    layers = [("tbbn.run", given)]
+    runs = expand(layers, axes, Path("." if out is None else out))
+    with run_progress(runs, quiet) as progress:
+        if out is None:
+            return Results(_in_memory(runs, lanes, progress, source))
+        check_folders(runs)
+        return Results(_on_disk(runs, lanes, progress, source, overwrite, recipe_text(layers, axes)))
+
+
+def sweep(
+    methods: Names | None = None, norms: Names | None = None, data: Any = None, *, lanes: int | None = None, **more: Any
+) -> Results:
+    """:func:`run` for many methods and norms, with as many runs in parallel on a GPU as raise throughput."""
+    return run(methods, norms, data, lanes=lanes, **more)
+
+
+def load(folder: str | Path, *, backbone: Callable[..., nn.Module] | None = None) -> Results:
+    """The results of every run in a folder. A run with a backbone of your own needs it again for ``network()``."""
+    if backbone is not None:
+        _registered(backbone)
+    found = sorted(file.parent for file in Path(folder).rglob(RECORD))
+    if not found:
+        raise UserError(f"{folder}: no run here; the folder of a run holds a {RECORD}.")
+    return Results(Result(load_record(place), place) for place in found)
+
+
+@dataclass(eq=False)
+class Result:
+    """One run: its config, what it measured, and its network."""
+
+    record: Record
+    directory: Path | None = None  # where it is kept, if anywhere
+    _network: Any = field(default=None, repr=False)
+    _source: Source | None = field(default=None, repr=False)  # keeps data that was given in memory
+
+    def __repr__(self) -> str:
+        accuracy = f", final accuracy {100 * self.metrics['final_accuracy']:.1f} %" if self.accuracy else ""
+        return (
+            f"<Result {self.config.label}, {self.config.data.name}, seed {self.config.seed}: {self.status}{accuracy}>"
+        )
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return self.record.run_config
+
+    @property
+    def status(self) -> str:
+        """ "finished", "interrupted", "diverged" or "failed"."""
+        return self.record.status
+
+    @property
+    def accuracy(self) -> list[list[float]]:
+        """Row ``t`` holds the accuracy on tasks 0 to ``t`` after learning task ``t``."""
+        return self.record.accuracy
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Final and average accuracy, forgetting and the others of ``tbbn show``."""
+        return self.record.metrics
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One entry per epoch: task, phase, epoch, learning rate and losses."""
+        return self.record.history
+
+    @cached_property
+    def predictions(self) -> list[Tensor]:
+        """After each task, the predicted class of every test image of the tasks so far, in arrival order of the classes."""
+        found = self.record.predictions
+        if not found and self.directory is not None:
+            found = load_predictions(self.directory)
+        return [found[f"task{t}"].long() for t in range(len(self.accuracy)) if f"task{t}" in found]
+
+    def network(self) -> TrainedNetwork:
+        """The trained network, with plain batch norm: ``net(images)`` gives scores, ``net.predict(images)`` class names."""
+        if self._network is not None:
+            return trained(self.record, self._network)
+        if self.directory is None:
+            raise UserError("this run has no network: it did not get as far as the first task.")
+        return load_trained(self.record, self.directory)
+
+    def to_frame(self) -> Any:
+        """A pandas table: the accuracy on each task after each task; tasks count from 1."""
+        rows = [(t + 1, i + 1, value) for t, row in enumerate(self.accuracy) for i, value in enumerate(row)]
+        return _pandas().DataFrame(rows, columns=["after_task", "task", "accuracy"])
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """The accuracy after each task, as a matplotlib figure; with a path it is also saved there."""
+        return Results([self]).plot(path)
+
+
+class Results(list[Result]):
+    """A list of results, with one table and one picture for all of them."""
+
+    @property
+    def records(self) -> list[Record]:
+        return [result.record for result in self]
+
+    def __repr__(self) -> str:
+        return summary_table(self.records).render("text") if self else "no results"
+
+    def to_frame(self) -> Any:
+        """A pandas table with a row per run: method, norm, data, seed, status and every metric."""
+        rows = []
+        for result in self:
+            config = result.config
+            names = {"method": str(config.method), "norm": str(config.norm), "data": config.data.name}
+            rows.append({**names, "seed": config.seed, "status": result.status, **result.metrics})
+        return _pandas().DataFrame(rows)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Mean accuracy after each task, a curve per method and norm, as a matplotlib figure; with a path also saved."""
+        if path is not None:
+            accuracy_curves(self.records, path)
+        return accuracy_figure(self.records)
+
+
+def _in_memory(
+    runs: list[PendingRun], lanes: int | None, progress: RunProgress, source: Source | None
+) -> Iterator[Result]:
+    kept: dict[int, Run] = {}
+    started: set[int] = set()
+
+    def drive(number: int, run: Run) -> Iterator[Event]:
+        kept[number] = run
+        return run.events()
+
+    def on_event(number: int, event: Event) -> None:
+        if number not in started:
+            progress.start(runs[number])
+        started.add(number)
+        progress.event(runs[number], event)
+
+    def on_end(number: int, record: Record) -> None:
+        progress.end(runs[number], record)
+
+    if lanes == 1:
+        records = []
+        for i, pending in enumerate(runs):
+            records.append(run_in_memory(pending.config, on_event=partial(on_event, i), drive=partial(drive, i)))
+            on_end(i, records[-1])
+            yield Result(records[-1], None, _network_of(kept.pop(i)), source)
+        return
+    records = run_lanes([p.config for p in runs], lanes, drive=drive, on_event=on_event, on_end=on_end)
+    for i, record in enumerate(records):
+        yield Result(record, None, _network_of(kept[i]) if i in kept else None, source)
+
+
+def _network_of(run: Run) -> Any:
+    return run.network.cpu() if run.network.n_classes else None
+
+
+def _on_disk(
+    runs: list[PendingRun],
+    lanes: int | None,
+    progress: RunProgress,
+    source: Source | None,
+    overwrite: bool,
+    recipe: str,
+) -> Iterator[Result]:
+    with stop_on_signal() as stop:
+        records = run_all(
+            runs,
+            lanes=lanes,
+            on_start=progress.start,
+            on_event=progress.event,
+            on_end=progress.end,
+            overwrite=overwrite,
+            recipe=recipe,
+            stop=stop,
+        )
+    for pending, record in zip(runs, records, strict=True):
+        yield Result(record, pending.directory, None, source)
+
+
+def _names(kind: str, value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise UserError(f"tbbn.run: {kind} must be a name, a list of names or a dict with a name, got {value!r:.60}.")
+    return names
+
+
+def _seeds(seeds: Any, given: Mapping[str, Any]) -> tuple[int, ...]:
+    if seeds is None:
+        return ()
+    if "seed" in given:
+        raise UserError("tbbn.run: use either seed or seeds: seed=5 is the seed 5, seeds=5 the seeds 0 to 4.")
+    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
+        return tuple(range(seeds))
+    several = isinstance(seeds, Sequence) and len(set(seeds)) == len(seeds) > 0
+    if several and all(type(seed) is int and seed >= 0 for seed in seeds):
+        return tuple(seeds)
+    raise UserError(f"tbbn.run: seeds must be a number of seeds, or different seeds from 0 on, got {seeds!r:.60}.")
+
+
+def _registered(factory: Any) -> str:
+    """A name for a backbone's factory, under which a config can hold it."""
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise UserError(
+            f"tbbn.run: backbone must be a name, or a function that returns a new module, got {type(factory).__name__}."
+        )
+    name = f"{getattr(factory, '__module__', '')}.{getattr(factory, '__qualname__', type(factory).__name__)}"
+    home = sys.modules.get(getattr(factory, "__module__", ""), None)
+    BACKBONES.register(name, factory, "given to tbbn.run", origin=origin_of(vars(home) if home else {}), replace=True)
+    return name
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise UserError("to_frame needs pandas; pip install pandas.") from None
+    return pandas

@@ -1,0 +1,86 @@
+"""A trained network as a classifier of images, from a run's folder or from memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tbbn.bench.data.augment import evaluation_view, normalise
+from tbbn.bench.engine.plugins import require_plugins
+from tbbn.bench.engine.record import Record
+from tbbn.bench.engine.setup import image_shape, load_source, method_of
+from tbbn.bench.methods import Method
+from tbbn.bench.models import Network, backbone
+from tbbn.bench.runs import checkpoint
+from tbbn.errors import UserError
+from tbbn.nn import convert, revert
+
+
+class TrainedNetwork(nn.Module):
+    """Scores (N, classes) of images (N, C, H, W), uint8 or floats in [0, 1]; column ``j`` is for ``classes[j]``.
+
+    Images are cropped and normalised as in the run's evaluation, and the method's own rule makes the scores, so that their
+    largest entry is the run's prediction. ``network`` is the network itself, with plain batch norm where its norm can be that.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, network: Network, method: Method, classes: Sequence[str], mean: Tensor, std: Tensor, crop: int | None
+    ) -> None:
+        super().__init__()
+        self.network, self.method, self.classes, self.crop = network, method, tuple(classes), crop
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        view = evaluation_view(images.to(self.mean.device), crop=self.crop)
+        return self.method.predict(self.network(normalise(view, self.mean, self.std)))
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> list[str]:
+        """The names of the predicted classes."""
+        return [self.classes[i] for i in self(images).argmax(1).tolist()]
+
+
+def trained(record: Record, network: Network) -> TrainedNetwork:
+    """A copy of a run's network on the CPU, ready to classify."""
+    config = record.run_config
+    facts = record.data
+    if not facts:  # from a version that did not write them
+        source = load_source(config, download=False)
+        facts = {
+            "classes": source.classes,
+            "shape": image_shape(config, source),
+            "mean": source.mean,
+            "std": source.std,
+        }
+    plain = copy.deepcopy(network).cpu().eval().requires_grad_(False)
+    with suppress(UserError):  # a norm that is not batch norm in eval mode stays what it is
+        revert(plain)
+    classes = [facts["classes"][i] for i in record.class_order[: plain.n_classes]]
+    mean, std = torch.tensor(facts["mean"]), torch.tensor(facts["std"])
+    return TrainedNetwork(plain, method_of(config), classes, mean, std, config.data.crop or None).eval()
+
+
+def load_trained(record: Record, directory: Path) -> TrainedNetwork:
+    """The network in a run's newest checkpoint."""
+    config = record.run_config
+    require_plugins(config, record.plugins, str(directory))
+    found = checkpoint.load(directory)
+    if found is None:
+        raise UserError(f"{directory}: no checkpoint here, so there is no network to load.")
+    state, tensors = found
+    shape = record.data.get("shape") or image_shape(config, load_source(config, download=False))
+    method = method_of(config)
+    body = backbone(config.backbone, in_channels=shape[0], last_relu=method.last_relu, image_size=(shape[1], shape[2]))
+    convert(body, config.norm.name, **config.norm.dict())
+    network = Network(body, method.make_head(body.n_features))
+    network.restore(checkpoint.split(tensors, "network"), state["task_sizes"])
+    return trained(record, network)
