@@ -1,21 +1,21 @@
-"""A tiny run, and a look at every batch it trains on."""
+"""A tiny run for tests, and a record of every step it trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.data.batches import BatchSpec
-from tbbn.bench.engine import Event
+from tbbn.bench.engine import Event, Record
 from tbbn.bench.engine.loop import Run
 
 TINY: dict[str, Any] = {
     "device": "cpu",
-    "threads": 1,  # sums over threads depend on how many there are
+    "threads": 1,  # sums depend on the number of threads
     "data.name": "synthetic:6x12x5x8",
     "data.tasks": 3,
     "train.epochs": 2,
@@ -24,9 +24,18 @@ TINY: dict[str, Any] = {
 }
 
 
+# Second phases of one or two epochs; by default they are as long as published.
+SHORT: dict[str, dict[str, Any]] = {
+    "eeil": {"method__balanced_epochs": 2},
+    "bic": {"method__correction_epochs": 2},
+    "podnet": {"method__finetune_epochs": 2},
+    "afc": {"method__finetune_epochs": 2},
+}
+
+
 @dataclass
 class Trained:
-    """One training step: which loss it minimised, the layout of its batch, and the rows of the data in it."""
+    """One training step: its loss function, the spec of its batch, and the rows in it."""
 
     loss: str
     spec: BatchSpec
@@ -42,16 +51,22 @@ class Trained:
 
 
 def tiny(**settings: Any) -> RunConfig:
-    """The tiny config with these settings over it; a double underscore stands for the dot."""
+    """The tiny config with these settings; a double underscore stands for the dot."""
     given = {key.replace("__", "."): value for key, value in settings.items()}
     once = {"train.epochs": 1} if given.get("data.online") else {}
     return resolve(("test", {**TINY, **once, **given}))
 
 
-def finish(config: RunConfig, look: Callable[[Run, Event], None] | None = None) -> Run:
-    """The run after its end; ``look`` sees it after every event."""
-    job = Run(config)
-    for event in job.events():
-        if look is not None:
-            look(job, event)
-    return job
+def finish(config: RunConfig, watch: Callable[[Run, Event], None] | None = None) -> Run:
+    """Do a run; ``watch`` is called after every event."""
+    run = Run(config)
+    for event in run.events():
+        if watch is not None:
+            watch(run, event)
+    return run
+
+
+def results(record: Record) -> dict[str, Any]:
+    """Everything in a record except how long it took and where."""
+    tree = {key: value for key, value in asdict(record).items() if key not in ("seconds", "environment", "predictions")}
+    return {**tree, "predictions": {key: value.tolist() for key, value in record.predictions.items()}}

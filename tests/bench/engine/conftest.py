@@ -1,4 +1,4 @@
-"""Tests here share ``tinyrun.py``: a tiny run, and a look at every batch it trains on."""
+"""Fixtures of the engine's tests. The tiny run they watch is in ``helpers/tinyrun.py``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tbbn.bench.engine.step import Step
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every number of threads torch is told, the first being what it had; real ones would fight over the machine."""
-    told = [torch.get_num_threads()]
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: told[-1])
-    return told
+    """The numbers of threads set in torch, the initial one first. Nothing is really set: tests share the machine."""
+    numbers = [torch.get_num_threads()]
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: numbers[-1])
+    return numbers
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Trained]:
-    """Every step trained from now on."""
+    """Every step trained during the test."""
     steps: list[Trained] = []
     real = Step.train
 

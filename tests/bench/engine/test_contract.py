@@ -48,25 +48,25 @@ def config(method: str, norm: str, scenario: str, **more: Any) -> RunConfig:
 @pytest.mark.parametrize("norm", list(NORMS))
 @pytest.mark.parametrize("method", list(METHODS))
 def test_any_method_with_any_norm_in_any_scenario(method: str, norm: str, scenario: str) -> None:
-    job = Run(config(method, norm, scenario))
+    run = Run(config(method, norm, scenario))
     main: Counter[int] = Counter()
-    for event in job.events():
+    for event in run.events():
         if isinstance(event, Stepped) and event.position.phase == 0:
             main[event.position.task] += 1
-    record = job.record
-    n = job.config.data.tasks
+    record = run.record
+    n = run.config.data.tasks
     assert (record.status, record.message) == ("finished", "")
     assert [len(row) for row in record.accuracy] == [t + 1 for t in range(n)]
     for free, known in zip(record.accuracy, record.task_il, strict=True):
         assert all(0 <= a <= b <= 1 for a, b in zip(free, known, strict=True))
     assert all(math.isfinite(value) for entry in record.history for value in entry.values() if type(value) is float)
     assert all(
-        torch.isfinite(tensor).all() for tensor in job.network.state_dict().values() if tensor.is_floating_point()
+        torch.isfinite(tensor).all() for tensor in run.network.state_dict().values() if tensor.is_floating_point()
     )
-    budget = job.config.memory.budget if job.method.uses_memory else 0
+    budget = run.config.memory.budget if run.method.uses_memory else 0
     assert all(kept <= budget for kept in record.exemplars) and (record.exemplars[-1] > 0) == (budget > 0)
     # What --dry-run promises is what happened.
-    promised = forecast(job.config)
+    promised = forecast(run.config)
     assert [entry.steps for entry in promised] == [main[t] for t in range(n)]
     assert [entry.splits for entry in promised] == record.splits
     assert [entry.exemplars for entry in promised[1:]] == record.exemplars[:-1]
@@ -82,7 +82,7 @@ def test_a_method_runs_without_any_memory(method: str) -> None:
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_a_method_runs_when_its_parts_are_forwarded_separately(method: str) -> None:
-    job = Run(config(method, "bn", "base task", **{"batch.forward": "separate"}))
-    for _ in job.events():
+    run = Run(config(method, "bn", "base task", **{"batch.forward": "separate"}))
+    for _ in run.events():
         pass
-    assert job.record.status == "finished"
+    assert run.record.status == "finished"

@@ -40,10 +40,10 @@ def with_graphs(config: RunConfig) -> tuple[Run, int]:
     """The run after its end, and how many graphs it captured."""
     graphs = set()
 
-    def look(job: Run, event: Event) -> None:
-        graphs.update(step.graph.graph for step in job.steps.values() if step.graph and step.graph.graph)
+    def watch(run: Run, event: Event) -> None:
+        graphs.update(step.graph.graph for step in run.steps.values() if step.graph and step.graph.graph)
 
-    return finish(config, look), len(graphs)
+    return finish(config, watch), len(graphs)
 
 
 def agree(one: Run, other: Run) -> bool:

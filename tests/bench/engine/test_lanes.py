@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tinyrun import finish, tiny
+from tinyrun import finish, results, tiny
 
 from tbbn.bench.engine import Event, Stepped, TaskEnded, run_lanes
 from tbbn.bench.engine.events import EpochEnded, Position
@@ -17,12 +16,6 @@ from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.saved import run_lanes_saved
 from tbbn.errors import UserError
 from tbbn.registry import METHODS
-
-
-def told(record: Record) -> dict[str, Any]:
-    tree = {key: value for key, value in asdict(record).items() if key not in ("seconds", "environment", "predictions")}
-    return {**tree, "predictions": {key: value.tolist() for key, value in record.predictions.items()}}
-
 
 CONFIGS = [
     tiny(),
@@ -36,7 +29,7 @@ def test_a_record_from_a_lane_is_that_of_the_run_alone() -> None:
     together = run_lanes(CONFIGS, 3)
     for config, record in zip(CONFIGS, together, strict=True):
         assert record.status == "finished"
-        assert told(record) == told(finish(config).record)
+        assert results(record) == results(finish(config).record)
 
 
 def test_runs_take_turns_and_a_free_lane_takes_the_next() -> None:
@@ -69,8 +62,8 @@ def test_a_lane_that_cannot_begin_is_marked_failed(tmp_path: Path) -> None:
     assert [r.status for r in records] == ["finished", "failed", "finished"]
     assert records[1].message.startswith("UserError: ") and "/nowhere" in records[1].message
     assert load_record(places[1]).status == "failed"
-    assert told(records[0]) == told(finish(configs[0]).record)
-    assert told(records[2]) == told(finish(configs[2]).record)
+    assert results(records[0]) == results(finish(configs[0]).record)
+    assert results(records[2]) == results(finish(configs[2]).record)
 
 
 def test_a_lane_that_breaks_on_the_way_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +90,7 @@ def test_a_lane_that_breaks_on_the_way_keeps_what_it_had(tmp_path: Path, monkeyp
     assert len(records[0].accuracy) == 1  # the first task was learnt
     saved = load_record(tmp_path / "0")
     assert (saved.status, saved.message, saved.accuracy) == ("failed", "RuntimeError: injected", records[0].accuracy)
-    assert told(records[1]) == told(finish(configs[1]).record)
+    assert results(records[1]) == results(finish(configs[1]).record)
 
 
 def test_a_diverging_lane_is_diverged_not_failed() -> None:
@@ -119,7 +112,7 @@ def test_once_told_to_stop_no_lane_begins_and_those_at_work_are_interrupted(tmp_
     assert steps <= 9 and not places[2].exists()
     resumed = run_lanes_saved(configs, places, 2)
     for config, record in zip(configs, resumed, strict=True):
-        assert told(record) == told(finish(config).record)
+        assert results(record) == results(finish(config).record)
 
 
 def test_lanes_share_their_threads_until_the_last_has_ended_and_put_them_back(threads: list[int]) -> None:

@@ -54,18 +54,18 @@ def test_working_copies_leave_frozen_weights_without_a_gradient() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_ends_the_run_in_its_epoch_though_every_loss_was(bad: float) -> None:
-    job = Run(tiny(train__epochs=1))
-    for event in job.events():
+    run = Run(tiny(train__epochs=1))
+    for event in run.events():
         if isinstance(event, Stepped) and event.step == event.steps:
             with torch.no_grad():
-                next(job.network.parameters())[0, 0, 0, 0] = bad
-    assert job.record.status == "diverged" and not job.record.accuracy
-    assert "not finite in task 1, phase 'train', epoch 1" in job.record.message
+                next(run.network.parameters())[0, 0, 0, 0] = bad
+    assert run.record.status == "diverged" and not run.record.accuracy
+    assert "not finite in task 1, phase 'train', epoch 1" in run.record.message
 
 
 def test_the_steps_before_a_bad_loss_are_counted_over_a_stop(tmp_path: Path) -> None:
     config = tiny(train__epochs=1, data__stop_after=1)
-    job, seen = Run(config), []
+    run, seen = Run(config), []
 
     def bad(self: step.Step, batch: Batch) -> Losses:
         terms = losses(self, batch)
@@ -74,7 +74,7 @@ def test_the_steps_before_a_bad_loss_are_counted_over_a_stop(tmp_path: Path) -> 
 
     losses, step.Step.losses = step.Step.losses, bad  # type: ignore[method-assign]
     try:
-        for _ in saved(job, tmp_path, stop=lambda: len(seen) == 2):
+        for _ in saved(run, tmp_path, stop=lambda: len(seen) == 2):
             pass
         again = Run(config)
         for _ in saved(again, tmp_path):

@@ -120,6 +120,6 @@ def test_a_run_that_waits_for_its_images_lets_others_go_on(place: Path, monkeypa
     answers = iter([False, True] * 1000)
     monkeypatch.setattr(Prefetcher, "ready", lambda self: next(answers))
     events: list[str] = []
-    job = finish(config, lambda _, event: events.append(type(event).__name__))
-    assert job.record.status == "finished"
+    run = finish(config, lambda _, event: events.append(type(event).__name__))
+    assert run.record.status == "finished"
     assert events[:4] == ["Waiting", "Stepped", "Stepped", "Waiting"]

@@ -266,8 +266,8 @@ def run(
     """Train and evaluate one config in memory. ``drive`` may do more around the run's events, such as saving."""
     device = setup.device_of(config)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where streams and graphs are made
-        job = Run(config)
-        for event in drive(job):
+        current = Run(config)
+        for event in drive(current):
             if on_event is not None:
                 on_event(event)
-    return job.record
+    return current.record

@@ -1,0 +1,174 @@
+"""What a phase trains on: rows of the task, of the memory, of a stream."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from tinyrun import Trained, finish, tiny
+from torch import Tensor
+
+from tbbn.bench.engine import Event, TaskEnded
+from tbbn.bench.engine.loop import Run
+
+
+def test_batches_hold_the_new_task_first_and_then_past_classes(trained: list[Trained]) -> None:
+    run = finish(tiny())
+    labels = run.scenario.train_labels
+    assert {step.spec.past_tasks for step in trained} == {0, 1, 2}
+    for step in trained:
+        task = step.spec.past_tasks
+        new = {2 * task, 2 * task + 1}
+        assert set(labels[step.current].tolist()) <= new
+        assert set(labels[step.memory].tolist()) <= set(range(2 * task))
+        whole = (8, 0) if task == 0 else (6, 2)
+        assert step.spec.n_current <= whole[0] and step.spec.n_memory <= whole[1]
+        assert (step.spec.n_memory > 0) == (task > 0)
+    for task in range(3):
+        assert any((s.spec.n_current, s.spec.n_memory) == ((6, 2) if task else (8, 0)) for s in trained)
+
+
+def test_every_image_of_a_task_is_trained_on_in_every_epoch(trained: list[Trained]) -> None:
+    run = finish(tiny(batch__length="current"))
+    for task in run.scenario.tasks:
+        mine = torch.cat([step.current for step in trained if step.spec.past_tasks == task.number])
+        assert Counter(mine.tolist()) == Counter(task.train.tolist() * 2)
+
+
+def test_memory_rows_are_the_exemplars_of_the_memory_before_the_task(trained: list[Trained]) -> None:
+    kept: list[Tensor] = []
+
+    def watch(run: Run, event: Event) -> None:
+        if isinstance(event, TaskEnded):
+            kept.append(run.memory.index.clone())
+
+    finish(tiny(), watch)
+    for task in (1, 2):
+        used = torch.cat([step.memory for step in trained if step.spec.past_tasks == task]).unique()
+        assert torch.equal(used, kept[task - 1].sort().values)
+
+
+def test_validation_rows_are_never_trained_on_nor_remembered(trained: list[Trained]) -> None:
+    run = finish(tiny(data__validation=0.25, train__keep="best", method__name="icarl"))
+    held = torch.cat([task.validation for task in run.scenario.tasks])
+    assert len(held) == 6 * 3
+    used = torch.cat([step.index for step in trained])
+    assert not torch.isin(held, used).any() and not torch.isin(held, run.memory.index).any()
+    assert len(used.unique()) == 6 * 9
+
+
+def test_current_rows_of_the_union_are_of_the_memory_too(trained: list[Trained]) -> None:
+    run = finish(tiny(batch__current_from="union", batch__length="current"))
+    labels = run.scenario.train_labels
+    for task in (1, 2):
+        current = torch.cat([step.current for step in trained if step.spec.past_tasks == task])
+        old = labels[current] < 2 * task
+        assert int(old.sum()) == 2 * 12  # every exemplar, in each of two epochs
+        assert int((~old).sum()) == 2 * 24
+
+
+def test_joint_training_sees_all_tasks_so_far_and_keeps_no_memory(trained: list[Trained]) -> None:
+    run = finish(tiny(method__name="joint"))
+    for task in range(3):
+        mine = [step for step in trained if step.spec.past_tasks == task]
+        seen = torch.cat([step.index for step in mine])
+        assert Counter(run.scenario.train_labels[seen].tolist()) == dict.fromkeys(range(2 * task + 2), 24)
+        assert all(step.spec.n_memory == 0 for step in mine)
+    assert run.record.exemplars == [0, 0, 0]
+
+
+def test_online_each_image_passes_once(trained: list[Trained]) -> None:
+    kept: list[set[int]] = []
+
+    def watch(run: Run, event: Event) -> None:
+        if isinstance(event, TaskEnded):
+            kept.append(set(run.memory.index.tolist()))
+
+    run = finish(tiny(data__online=True, train__epochs=1, method__name="afc", method__finetune_epochs=0), watch)
+    passed: set[int] = set()
+    for task in run.scenario.tasks:
+        mine = [step for step in trained if step.spec.past_tasks == task.number]
+        current = torch.cat([step.current for step in mine]).tolist()
+        assert Counter(current) == Counter(task.train.tolist())
+        before = kept[task.number - 1] if task.number else set()
+        assert set(torch.cat([step.memory for step in mine]).tolist()) <= before | set(current)
+        passed |= set(current)
+        assert kept[task.number] <= passed and len(kept[task.number]) == min(12, len(passed))
+    assert {entry["epoch"] for entry in run.record.history} == {0}
+
+
+def test_online_the_memory_holds_the_new_task_too_unless_only_past_ones_are_asked_for(trained: list[Trained]) -> None:
+    for source in ("all", "past"):
+        trained.clear()
+        run = finish(tiny(data__online=True, batch__memory_from=source))
+        replayed = [torch.cat([s.memory for s in trained if s.spec.past_tasks == t]) for t in range(3)]
+        new = [torch.isin(rows, run.scenario.tasks[t].train).sum() for t, rows in enumerate(replayed)]
+        assert all(len(rows) > 0 for rows in replayed[1:])
+        assert (len(replayed[0]) == 0 and sum(new) == 0) if source == "past" else min(new) > 0
+
+
+@pytest.mark.parametrize("method", ["eeil", "bic", "podnet", "afc"])
+def test_online_a_second_phase_is_one_pass_over_what_was_stored_or_held_out(
+    method: str, trained: list[Trained]
+) -> None:
+    kept: list[set[int]] = []
+
+    def watch(run: Run, event: Event) -> None:
+        if isinstance(event, TaskEnded):
+            kept.append(set(run.memory.index.tolist()))
+
+    run = finish(tiny(data__online=True, method__name=method, memory__budget=24), watch)
+    assert {entry["epoch"] for entry in run.record.history} == {0}
+    assert len({entry["phase"] for entry in run.record.history}) == 2
+    for task in (1, 2):
+        mine = [step for step in trained if step.spec.past_tasks == task]
+        main = torch.cat([s.index for s in mine if s.loss == "loss"]).tolist()
+        second = torch.cat([s.index for s in mine if s.loss != "loss"]).tolist()
+        if method == "bic":
+            assert not set(main) & set(second) and len(second) == len(set(second))
+        else:
+            assert set(second) <= kept[task], "the rest of the task has gone by"
+        if method in ("podnet", "afc"):
+            assert Counter(second) == Counter(kept[task])
+    longer = tiny(data__online=True, method__name="eeil", method__balanced_epochs=3)
+    assert longer.method.dict() == {"balanced_epochs": 3}
+
+
+def test_online_a_phase_on_the_first_phase_s_batches_stores_nothing_twice(trained: list[Trained]) -> None:
+    plain, again = (
+        finish(tiny(data__online=True, method__name="eeil", **more))
+        for more in ({"method__balanced_epochs": 0}, {"method__unbalanced_phase": True})
+    )
+    assert torch.equal(plain.memory.index, again.memory.index) and plain.memory.seen == again.memory.seen == 72
+
+
+def test_held_out_rows_are_left_to_the_second_phase(trained: list[Trained]) -> None:
+    run = finish(tiny(method__name="bic", method__correction_epochs=2, method__held_out=0.3))
+    labels = run.scenario.train_labels
+    for task in (1, 2):
+        by_loss: dict[str, set[int]] = {"loss": set(), "correction_loss": set()}
+        for step in trained:
+            if step.spec.past_tasks == task:
+                by_loss[step.loss] |= set(step.index.tolist())
+        assert not by_loss["loss"] & by_loss["correction_loss"]
+        counts = Counter(labels[list(by_loss["correction_loss"])].tolist())
+        assert set(counts) == set(range(2 * task + 2)) and len(set(counts.values())) == 1  # balanced over classes
+
+
+def test_the_balanced_phase_has_no_more_of_a_new_class_than_of_an_old_one(trained: list[Trained]) -> None:
+    run = finish(tiny(method__name="eeil", method__balanced_epochs=2))
+    labels = run.scenario.train_labels
+    for task in (1, 2):
+        mine = [s for s in trained if s.loss == "balanced_loss" and s.spec.past_tasks == task]
+        new, old = torch.cat([s.current for s in mine]).unique(), torch.cat([s.memory for s in mine]).unique()
+        assert set(Counter(labels[new].tolist()).values()) == {12 // (2 * task)}
+        assert set(Counter(labels[old].tolist()).values()) == {12 // (2 * task)}
+
+
+def test_a_phase_on_exemplars_has_new_classes_among_them(trained: list[Trained]) -> None:
+    run = finish(tiny(method__name="podnet", method__finetune_epochs=2))
+    for task in (1, 2):
+        rows = torch.cat([s.index for s in trained if s.loss == "finetune_loss" and s.spec.past_tasks == task])
+        counts = Counter(run.scenario.train_labels[rows.unique()].tolist())
+        assert counts == dict.fromkeys(range(2 * task + 2), 12 // (2 * task + 2))
