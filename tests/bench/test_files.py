@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from tbbn.bench import files
-from tbbn.bench.files import atomic_writer, file_sha256, is_blank, locked, remove_leftovers, write_atomic
+from tbbn.bench.files import (
+    NO_SEAL,
+    atomic_writer,
+    file_sha256,
+    is_blank,
+    locked,
+    remove_leftovers,
+    seal,
+    seal_problem,
+    write_atomic,
+)
 from tbbn.errors import UserError
 
 
@@ -142,3 +152,28 @@ def test_the_checksum_of_a_file_is_that_of_its_content(tmp_path: Path, monkeypat
     assert heard == [1000, 2000, 2500]
     (tmp_path / "a").write_bytes(b"")
     assert file_sha256(tmp_path / "a") == hashlib.sha256(b"").hexdigest()
+
+
+def test_the_content_is_on_disk_before_the_file_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    for call in ("fsync", "replace"):
+        real = getattr(os, call)
+        monkeypatch.setattr(os, call, lambda *a, call=call, real=real: (order.append(call), real(*a))[1])
+    write_atomic(tmp_path / "a", b"content")
+    assert order == ["fsync", "replace"]
+
+
+def test_a_seal_is_the_checksum_of_the_content_with_zeros_in_its_place() -> None:
+    content = f'{{"a": 1, "sha256": "{NO_SEAL}"}}'.encode()
+    sealed = seal(content)
+    assert sealed == content.replace(NO_SEAL.encode(), hashlib.sha256(content).hexdigest().encode())
+    assert seal_problem(sealed) == ""
+
+
+def test_every_changed_byte_of_sealed_content_is_noticed() -> None:
+    sealed = seal(f'{{"a": 1, "sha256": "{NO_SEAL}", "b": [2, 3]}}'.encode())
+    for place in range(len(sealed)):
+        changed = bytearray(sealed)
+        changed[place] ^= 1
+        assert seal_problem(bytes(changed)).startswith("damaged: ")
+    assert seal_problem(b"{}") == "damaged: its checksum is missing."

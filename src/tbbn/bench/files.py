@@ -16,6 +16,8 @@ from tbbn.errors import UserError
 LOCK = ".lock"
 _LEFTOVER = re.compile(r"\..+\.\d+\.[0-9a-f]{8}")
 _CHUNK = 1 << 24  # bytes hashed between two progress reports
+NO_SEAL = "0" * 64  # stands where `seal` puts the checksum
+_SEAL = re.compile(rb'"sha256": ?"([0-9a-f]{64})"')
 
 
 @contextmanager
@@ -110,6 +112,26 @@ def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> st
             if on_bytes is not None:
                 on_bytes(n_read)
     return digest.hexdigest()
+
+
+def seal(content: bytes) -> bytes:
+    """Put the SHA-256 of the content into its first JSON field ``"sha256"``, which must hold `NO_SEAL`."""
+    found = _SEAL.search(content)
+    assert found is not None and found[1] == NO_SEAL.encode()
+    sealed = bytearray(content)
+    sealed[slice(*found.span(1))] = hashlib.sha256(content).hexdigest().encode()
+    return bytes(sealed)
+
+
+def seal_problem(content: bytes) -> str:
+    """What is wrong with sealed content; empty if every byte is as it was written."""
+    found = _SEAL.search(content)
+    if found is None:
+        return "damaged: its checksum is missing."
+    unsealed = bytearray(content)
+    unsealed[slice(*found.span(1))] = NO_SEAL.encode()
+    whole = hashlib.sha256(unsealed).hexdigest().encode() == found[1]
+    return "" if whole else "damaged: its content does not match its checksum."
 
 
 def _remove_empty(folders: list[Path]) -> None:

@@ -12,8 +12,9 @@ import PIL.Image
 import pytest
 
 from tbbn.bench.cli.main import main
+from tbbn.bench.files import NO_SEAL, seal
 from tbbn.bench.runs import checkpoint
-from tbbn.bench.runs.record import NO_SEAL, load_record, seal
+from tbbn.bench.runs.record import load_record
 
 TINY = ("--data.tasks", "2", "--train.epochs", "1", "--memory.budget", "8", "--device", "cpu", "--threads", "1")
 SYNTHETIC = ("--data", "synthetic:4x6x2x8", *TINY)
@@ -66,7 +67,7 @@ def write_set(root: Path, n_train: int = 3, side: int = 6) -> Path:
         ("--norm gn(groups=0)", r"gn: groups=0 does not divide 32 channels"),
         ("--norm adab2n(max_tasks=1)", r"norm adab2n\(max_tasks=1\): max_tasks must be at least the 2 tasks, got 1\."),
         ("--norm bn,bn", r"2 runs have the same folder .*ft-bn-0; name each method, norm and seed once\."),
-        ("--data synthetic:99999x99999x9x999", r"synthetic: .* bytes of images; at most 4294967296 are made"),
+        ("--data synthetic:99999x99999x9x999", r"synthetic: .* bytes of images; the limit is 4294967296"),
     ],
 )
 def test_a_setting_that_cannot_be(words: str, line: str, tmp_path: Path, capsys: Capture) -> None:
@@ -205,7 +206,7 @@ def rewrite(run: Path, **values: Any) -> None:
 @pytest.mark.parametrize("command", ["show", "report", "verify", "resume"])
 def test_a_run_of_a_newer_version(command: str, run: Path, capsys: Capture) -> None:
     rewrite(run, schema=99)
-    assert "record.json: written by a newer version (schema 99, this one reads up to" in refused(
+    assert "record.json: written by a newer version (schema 99; this version reads" in refused(
         capsys, command, str(run)
     )
 
@@ -219,7 +220,7 @@ def test_a_checkpoint_that_is_whole_and_of_another_run(run: Path, capsys: Captur
         ({"position": {"place": 0}}, "its checkpoint does not fit this run (TypeError"),
         ({"task_sizes": [1]}, "its checkpoint does not fit this run (RuntimeError"),
         ({"record": None}, "not a record"),
-        ({"config": "x"}, "holds a run of another config"),
+        ({"config": "x"}, "holds a run with another config"),
         ({"schema": 99}, "has schema 99; this version reads"),
     ):
         checkpoint.save(run, {**state, **change}, tensors)  # type: ignore[dict-item]

@@ -22,6 +22,7 @@ from tbbn.bench.cli.main import main
 from tbbn.bench.engine import Run
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.step import Step
+from tbbn.bench.files import locked
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.saved import run_saved
@@ -111,7 +112,7 @@ def test_a_finished_directory_is_not_trained_again(tmp_path: Path) -> None:
 
 def test_a_directory_of_another_config_is_refused(tmp_path: Path) -> None:
     run_saved(tiny(), tmp_path)
-    with pytest.raises(UserError, match="holds a run of another config"):
+    with pytest.raises(UserError, match="holds a run with another config"):
         run_saved(tiny(seed=1), tmp_path)
 
 
@@ -138,7 +139,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage: str, tmp
 
 def test_two_damaged_checkpoints_are_named_in_one_line(tmp_path: Path) -> None:
     _half_way(tmp_path)
-    for name in (checkpoint.NEWEST, checkpoint.BEFORE):
+    for name in (checkpoint.NEWEST, checkpoint.PREVIOUS):
         (tmp_path / name).write_bytes(b"not a checkpoint")
     with pytest.raises(
         UserError, match=r"checkpoint.safetensors: damaged.*checkpoint.previous.safetensors: damaged"
@@ -151,7 +152,7 @@ def test_every_flipped_byte_of_a_checkpoint_is_noticed(tmp_path: Path) -> None:
     _half_way(tmp_path)
     file = tmp_path / checkpoint.NEWEST
     good = file.read_bytes()
-    (tmp_path / checkpoint.BEFORE).unlink()
+    (tmp_path / checkpoint.PREVIOUS).unlink()
     for place in range(0, len(good), max(1, len(good) // 60)):
         bad = bytearray(good)
         bad[place] ^= 0x01
@@ -176,7 +177,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tbbn.bench.runs.record.os.fsync", full)
+    monkeypatch.setattr("tbbn.bench.files.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         run_saved(tiny(), tmp_path, every=0.0)
     monkeypatch.undo()
@@ -225,7 +226,7 @@ def test_a_disk_that_is_really_full_leaves_the_last_good_checkpoint(
 
 
 def test_a_second_process_is_told_that_the_run_is_taken(tmp_path: Path) -> None:
-    with checkpoint.locked(tmp_path), pytest.raises(UserError, match="another process is working on this run"):
+    with locked(tmp_path), pytest.raises(UserError, match="another process is working on it"):
         run_saved(tiny(), tmp_path)
     assert run_saved(tiny(), tmp_path).status == "finished"  # the lock went with its holder
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tbbn.bench.config import read_toml, resolve, to_dict
 from tbbn.bench.engine.record import SCHEMA, Record, new_record
+from tbbn.bench.files import NO_SEAL, seal
 from tbbn.bench.runs import record as rec
-from tbbn.bench.runs.record import load_record, save_record, write_atomic
+from tbbn.bench.runs.record import load_record, save_record
 from tbbn.bench.runs.saved import run_saved
 from tbbn.errors import UserError
 
@@ -26,6 +25,7 @@ def made() -> Record:
     record.class_order, record.task_sizes = [3, 1, 0, 2], [2, 2]
     record.accuracy, record.task_il = [[0.5], [1 / 3, 0.1]], [[0.5], [0.75, 0.2]]
     record.errors, record.exemplars, record.splits = [{"C->C": 4}, {"C->C": 1}], [8, 8], [1, 2]
+    record.weights = ["0" * 64, "1" * 64]
     record.history = [{"task": 0, "phase": "train", "epoch": 0, "lr": 0.1, "total": 0.1 + 0.2}]
     return record
 
@@ -60,44 +60,6 @@ def test_before_the_first_task_there_are_no_metrics() -> None:
     assert record.metrics == {} and json.loads(record.to_json())["metrics"] == {}
 
 
-def test_a_failing_write_leaves_the_old_file_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "record.json"
-    write_atomic(target, b"old")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    for call in ("fsync", "replace"):
-        with monkeypatch.context() as patched:
-            patched.setattr(os, call, full)
-            with pytest.raises(OSError, match="No space left"):
-                write_atomic(target, b"new")
-        assert target.read_bytes() == b"old"
-        assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
-    write_atomic(target, b"new")
-    assert target.read_bytes() == b"new"
-
-
-def test_a_file_can_be_read_by_whom_the_folder_lets(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        write_atomic(tmp_path / "record.json", b"{}")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "record.json").stat().st_mode & 0o777 == 0o644
-
-
-def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    for call in ("fsync", "replace"):
-        real = getattr(os, call)
-        monkeypatch.setattr(os, call, lambda *a, call=call, real=real: (order.append(call), real(*a))[1])
-    write_atomic(tmp_path / "x", b"content")
-    assert order[:2] == ["fsync", "replace"]
-
-
 def test_an_interrupted_save_leaves_the_record_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = made()
     save_record(record, tmp_path)
@@ -108,33 +70,38 @@ def test_an_interrupted_save_leaves_the_record_before(tmp_path: Path, monkeypatc
     assert load_record(tmp_path).status == "diverged"
 
 
-def changed(tree: dict[str, Any], **values: Any) -> str:
-    return json.dumps({**tree, **values})
-
-
 def test_what_is_not_a_record_is_refused_in_one_line(tmp_path: Path) -> None:
     tree = json.loads(made().to_json())
     file = tmp_path / "record.json"
-    without = {key: value for key, value in tree.items() if key != "config"}
-    for content, line in (
+    for change, line in (
+        ({"schema": SCHEMA + 1}, rf"written by a newer version \(schema {SCHEMA + 1}; this version reads {SCHEMA}\)"),
+        ({"schema": SCHEMA - 1}, rf"written by an older version \(schema {SCHEMA - 1}; this version reads {SCHEMA}\)"),
+        ({"schema": "1"}, r"not a record: it has no schema number\."),
+        ({"config": None}, r"not a record: it has no config\."),
+        ({"config": [1]}, r"not a record: it has no config\."),
+        ({"colour": "red"}, r"not a record: .*colour"),
+        ({"splits": [1]}, r"not a record: splits must have one entry for each of the 2 tasks learnt, has 1\."),
         (
-            changed(tree, schema=SCHEMA + 1),
-            rf"written by a newer version \(schema {SCHEMA + 1}, this one reads up to {SCHEMA}\)",
+            {"accuracy": [[1.5]]},
+            r"not a record: accuracy must be rows of 1, 2, 3, \.\.\. numbers from 0 to 1, got \[\[1\.5",
         ),
-        ("{", r"not a record: Expecting"),
-        ("[1, 2]", r"not a record: it has no schema number\."),
-        (changed(tree, schema="1"), r"not a record: it has no schema number\."),
-        (json.dumps(without), r"not a record: it has no config\."),
-        (changed(tree, config=[1]), r"not a record: it has no config\."),
-        (changed(tree, colour="red"), r"not a record: .*colour"),
     ):
-        file.write_text(content)
+        file.write_bytes(seal(json.dumps({**tree, **change, "sha256": NO_SEAL}).encode()))
         with pytest.raises(UserError, match=line) as caught:
             load_record(tmp_path)
         assert "\n" not in str(caught.value) and str(file) in str(caught.value)
-    file.write_bytes(b"\xff\xff")
-    with pytest.raises(UserError, match=r"not a record"):
-        load_record(tmp_path)
+    for content, line in (
+        (b"{", r"not a record: Expecting"),
+        (b"[1, 2]", r"not a record: it has no schema number\."),
+        (b"\xff\xff", r"not a record"),
+        (
+            json.dumps(tree).encode(),
+            r"damaged: its checksum is missing\. Delete the file and run the same command again",
+        ),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=line):
+            load_record(tmp_path)
 
 
 def test_a_folder_without_a_record_says_where_runs_are(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def test_another_training_is_found_and_how_far_it_goes(tmp_path: Path, monkeypat
         found = problems(tmp_path, task)
         said = found[f"weights after task {task + 1}, retrained"]
         assert said.startswith("they differ by up to ")
-        assert said.endswith("; device and torch version are those of the run, so they should not.")
-        assert "apart, the first in epoch 2 of 2" in found[f"losses of task {task + 1}, retrained"]
-    for name in ("task-3.safetensors", checkpoint.BEFORE):
+        assert said.endswith("; the environment is the same, so they should be equal.")
+        assert ", first in epoch 2 of 2." in found[f"losses of task {task + 1}, retrained"]
+    for name in ("task-3.safetensors", checkpoint.PREVIOUS):
         (tmp_path / name).unlink()
     assert problems(tmp_path, 1)["weights after task 2, retrained"].startswith("they differ; ")
 
@@ -89,7 +89,7 @@ def test_other_accuracies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     real = PhaseSettings.lr_at
     monkeypatch.setattr(PhaseSettings, "lr_at", lambda self, epoch: real(self, epoch) * 1e-6)
     apart = problems(tmp_path, 0)["accuracy after task 1, retrained"]
-    assert f"apart: the record has {record.accuracy[0]}, retrained it is [" in apart
+    assert f": the record says {record.accuracy[0]}, retrained: [" in apart
 
 
 def test_an_unlike_environment_is_named_as_what_may_explain_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,20 +99,20 @@ def test_an_unlike_environment_is_named_as_what_may_explain_it(tmp_path: Path, m
     record.weights[0] = "f" * 64
     save_record(record, tmp_path)
     said = problems(tmp_path, 0)["weights after task 1, retrained"]
-    assert "equality is promised on one device and torch version alone" in said
+    assert "results are equal only in the same environment" in said
     assert f"device was cuda, is cpu, torch was 2.0, is {torch.__version__}" in said
     record.environment |= {"torch": torch.__version__, "device": "cpu"}
     record.resumed = [{"torch": "2.0"}]
     save_record(record, tmp_path)
-    assert "continued in another environment" in problems(tmp_path, 0)["weights after task 1, retrained"]
+    assert "resumed in another environment" in problems(tmp_path, 0)["weights after task 1, retrained"]
     # The file at task 2's start is no longer what the record says task 1 ended with.
-    assert problems(tmp_path, 1)["task-2.safetensors"] == "its weights are not those the record has after task 1."
+    assert problems(tmp_path, 1)["task-2.safetensors"] == "its weights differ from the record's after task 1."
 
 
 def test_a_training_that_diverges_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_saved(tiny(), tmp_path)
     monkeypatch.setattr(PhaseSettings, "lr_at", lambda *_: 1e30)
-    assert problems(tmp_path, 1)["task 2, retrained"].startswith("it diverged: the loss or a weight is not finite")
+    assert problems(tmp_path, 1)["task 2, retrained"].startswith("diverged: the loss or a weight is not finite")
 
 
 def test_tasks_are_kept_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_without_the_file_the_way_is_told(tmp_path: Path, capsys: pytest.Capture
     words = ["verify", str(tmp_path), "--retrain-task"]
     assert main([*words, "3"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"tbbn: {tmp_path / 'task-3.safetensors'}: the state at the start of task 3 was not kept; ")
-    assert "--from-start trains tasks 1 to 3 again" in said and "--save.tasks all" in said
+    assert said.startswith(f"tbbn: {tmp_path / 'task-3.safetensors'}: the state at the start of task 3 was not saved. ")
+    assert "Use --from-start to retrain tasks 1 to 3" in said and "--save.tasks all" in said
     assert main([*words, "1", "--json"]) == 0  # needs no file
     (entry,) = json.loads(capsys.readouterr().out)
     assert {"subject": "weights after task 1, retrained", "problem": ""} in entry["findings"]
@@ -157,7 +157,7 @@ def test_mistakes_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     run_saved(tiny(data__stop_after=2, seed=1), tmp_path / "b")
     for task in (0, 3):
         assert main(["verify", str(tmp_path / "a"), "--retrain-task", str(task)]) == 2
-        assert f"tasks that can be retrained are 1 to 2; got {task}." in capsys.readouterr().err
+        assert f"the run has learnt tasks 1 to 2; cannot retrain task {task}." in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "a"), "--from-start"]) == 2
     assert "--from-start needs --retrain-task N." in capsys.readouterr().err
     (tmp_path / "b" / "task-2.safetensors").replace(tmp_path / "a" / "task-2.safetensors")

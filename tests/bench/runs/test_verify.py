@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tinyrun import tiny
 
+from tbbn.bench import files
 from tbbn.bench.cli.main import main
 from tbbn.bench.engine import run
 from tbbn.bench.runs import checkpoint
@@ -79,7 +80,7 @@ def test_a_record_edited_by_hand_is_found_and_what_is_wrong_in_it(done: Path) ->
     assert found["record.json"] == "damaged: its content does not match its checksum."
     del tree["sha256"]
     (done / "record.json").write_text(json.dumps(tree))
-    assert problems(done)["record.json"] == "damaged: its checksum is not there."
+    assert problems(done)["record.json"] == "damaged: its checksum is missing."
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -115,7 +116,7 @@ def test_what_reads_a_damaged_record_says_so_in_one_line(done: Path, capsys: pyt
     first = load_record(done)
     file.write_text(file.read_text().replace('"status": "finished"', '"status": "finishes"'))
     assert main(["show", str(done)]) == 2
-    assert "record.json: damaged: its content does not match its checksum. Delete it" in capsys.readouterr().err
+    assert "record.json: damaged: its content does not match its checksum. Delete the file" in capsys.readouterr().err
     file.unlink()
     again = run_saved(tiny(norm__name="tbbn"), done)
     assert (again.accuracy, again.history, again.weights) == (first.accuracy, first.history, first.weights)
@@ -124,7 +125,7 @@ def test_what_reads_a_damaged_record_says_so_in_one_line(done: Path, capsys: pyt
 
 def test_a_run_killed_between_two_files_is_no_forgery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(norm__name="tbbn")
-    real = rec.write_atomic
+    real = files.write_atomic
 
     class Killed(BaseException):
         pass
@@ -181,7 +182,7 @@ def test_missing_and_short_predictions_are_found(done: Path) -> None:
     save_file({"task0": predictions["task0"]}, file)
     assert "predictions for: task0" in problems(done)["predictions"]
     file.write_bytes(b"torn")
-    assert problems(done)["predictions.safetensors"] == "damaged: its checksum is not there."
+    assert problems(done)["predictions.safetensors"] == "damaged: its checksum is missing."
     file.unlink()
     assert "predictions for: none" in problems(done)["predictions"]
 

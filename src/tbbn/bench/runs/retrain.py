@@ -1,4 +1,4 @@
-"""Is a task's training repeatable? Train it again from the state at its start and compare."""
+"""Check that training is repeatable: train a task again from the state at its start, and compare bit for bit."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.verify import Finding
 from tbbn.errors import UserError
 
-# What sums of floating-point numbers depend on.
+# What the rounding of floating-point sums depends on.
 ENVIRONMENT = ("device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "tbbn")
 
 
 def retrain(
     directory: Path, task: int, *, from_start: bool = False, on_event: Callable[[Event], None] | None = None
 ) -> list[Finding]:
-    """Train a task (counted from 0) again, or all tasks up to it, and compare it with what the run did; writes nothing."""
+    """Train a task (counted from 0) again, or all tasks up to it, and compare with the record. Writes nothing."""
     record = load_record(directory)
     n = len(record.accuracy)
     if not 0 <= task < n:
-        learnt = f"1 to {n}" if n else "none: no task has been learnt"
-        raise UserError(f"{directory}: tasks that can be retrained are {learnt}; got {task + 1}.")
+        learnt = f"has learnt tasks 1 to {n}" if n else "has learnt no task yet"
+        raise UserError(f"{directory}: the run {learnt}; cannot retrain task {task + 1}.")
     require_plugins(record.run_config, record.plugins, str(directory))
     check_unchanged(record.run_config, record.plugins, str(directory))
-    job = Run(_config(record, task))
-    here = {**job.record.environment}
+    run = Run(_config(record, task))
+    here = {**run.record.environment}
     findings: list[Finding] = []
     if task and not from_start:
-        findings.append(_begin(job, directory, task, record))
-    for event in job.events():
+        findings.append(_restore(run, directory, task, record))
+    for event in run.events():
         if on_event is not None:
             on_event(event)
         if isinstance(event, TaskEnded):
-            findings += _compared(record, job, event.task, directory, _reason(record, here))
-    if job.record.status == "diverged":
-        problem = f"it diverged: {job.record.message}; {_reason(record, here)}"
-        findings.append(Finding(f"task {job.position.task + 1}, retrained", problem))
+            findings += _compared(record, run, event.task, directory, _explanation(record, here))
+    if run.record.status == "diverged":
+        problem = f"diverged: {run.record.message}; {_explanation(record, here)}"
+        findings.append(Finding(f"task {run.position.task + 1}, retrained", problem))
     return findings
 
 
 def _config(record: Record, task: int) -> RunConfig:
-    """The run's config as far as the task, with its number of threads, and a device that is here."""
+    """The run's config up to the task, with the run's number of threads, on its device if this machine has it."""
     config = record.run_config
     threads = config.threads or int(record.environment.get("threads", 0))
     config = replace(config, threads=threads, data=replace(config.data, download=False, stop_after=task + 1))
@@ -63,38 +63,36 @@ def _config(record: Record, task: int) -> RunConfig:
     return config
 
 
-def _begin(job: Run, directory: Path, task: int, record: Record) -> Finding:
-    """Put the run at a task's start."""
+def _restore(run: Run, directory: Path, task: int, record: Record) -> Finding:
+    """Restore the state at the start of the task."""
     file = directory / checkpoint.task_file(task)
     if not file.exists():
         raise UserError(
-            f"{file}: the state at the start of task {task + 1} was not kept; --from-start trains tasks 1 to {task + 1} again, "
-            "and a run with --save.tasks all keeps it. Task 1 needs no file."
+            f"{file}: the state at the start of task {task + 1} was not saved. Use --from-start to retrain tasks 1 to "
+            f"{task + 1}; runs with --save.tasks all save it."
         )
     found, tensors = checkpoint.read(file)
     if found["config"] != to_toml(record.run_config) or Position(**found["position"]) != Position(task):
         raise UserError(f"{file}: is not this run's state at the start of task {task + 1}.")
-    state.restore(job, found, tensors, str(file))
-    same = not record.weights or digest(job.network.state_dict()) == record.weights[task - 1]
-    return Finding(file.name, "" if same else f"its weights are not those the record has after task {task}.")
+    state.restore(run, found, tensors, str(file))
+    same = digest(run.network.state_dict()) == record.weights[task - 1]
+    return Finding(file.name, "" if same else f"its weights differ from the record's after task {task}.")
 
 
-def _compared(record: Record, job: Run, task: int, directory: Path, reason: str) -> list[Finding]:
+def _compared(record: Record, run: Run, task: int, directory: Path, explanation: str) -> list[Finding]:
     after = f"after task {task + 1}, retrained"
-    findings = [_weights(record, job, task, directory, after, reason)]
-    stored, now = record.accuracy[task], job.record.accuracy[task]
+    findings = [_weights(record, run, task, directory, after, explanation)]
+    stored, now = record.accuracy[task], run.record.accuracy[task]
     apart = max(abs(a - b) for a, b in zip(stored, now, strict=True))
-    problem = f"up to {apart:.2g} apart: the record has {stored}, retrained it is {now}."
+    problem = f"differs by up to {apart:.2g}: the record says {stored}, retrained: {now}."
     findings.append(Finding(f"accuracy {after}", problem if apart else ""))
-    losses = [[e for e in r.history if e["task"] == task] for r in (record, job.record)]
-    findings.append(Finding(f"losses of task {task + 1}, retrained", _losses_apart(*losses)))
+    losses = [[e for e in r.history if e["task"] == task] for r in (record, run.record)]
+    findings.append(Finding(f"losses of task {task + 1}, retrained", _loss_difference(*losses)))
     return findings
 
 
-def _weights(record: Record, job: Run, task: int, directory: Path, after: str, reason: str) -> Finding:
-    if task >= len(record.weights):
-        return Finding(f"weights {after} (the record has no checksum of them)")
-    mine = job.network.state_dict()
+def _weights(record: Record, run: Run, task: int, directory: Path, after: str, explanation: str) -> Finding:
+    mine = run.network.state_dict()
     if digest(mine) == record.weights[task]:
         return Finding(f"weights {after}")
     theirs = _stored_weights(directory, task)
@@ -103,12 +101,12 @@ def _weights(record: Record, job: Run, task: int, directory: Path, after: str, r
         apart = {k: (mine[k].cpu().double() - theirs[k].double()).abs().max().item() for k in mine if mine[k].numel()}
         worst = max(apart, key=lambda name: apart[name])
         how = f"they differ by up to {apart[worst]:.2g}, in {worst}"
-    return Finding(f"weights {after}", f"{how}; {reason}")
+    return Finding(f"weights {after}", f"{how}; {explanation}")
 
 
 def _stored_weights(directory: Path, task: int) -> dict[str, Tensor] | None:
-    """The run's own weights after a task, where a file still has them."""
-    for name in (checkpoint.task_file(task + 1), checkpoint.NEWEST, checkpoint.BEFORE):
+    """The run's own weights after a task, if a file still has them."""
+    for name in (checkpoint.task_file(task + 1), checkpoint.NEWEST, checkpoint.PREVIOUS):
         try:
             found, tensors = checkpoint.read(directory / name)
         except UserError:
@@ -118,22 +116,22 @@ def _stored_weights(directory: Path, task: int) -> dict[str, Tensor] | None:
     return None
 
 
-def _losses_apart(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
+def _loss_difference(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
     if stored == now:
         return ""
     if len(stored) != len(now):
-        return f"the record has {len(stored)} epochs, retrained there are {len(now)}."
+        return f"the record has {len(stored)} epochs, retrained: {len(now)}."
     apart = [abs(a["total"] - b["total"]) for a, b in zip(stored, now, strict=True)]
     first = next(i for i, (a, b) in enumerate(zip(stored, now, strict=True)) if a != b)
-    return f"up to {max(apart):.2g} apart, the first in epoch {first + 1} of {len(now)}."
+    return f"differ by up to {max(apart):.2g}, first in epoch {first + 1} of {len(now)}."
 
 
-def _reason(record: Record, here: dict[str, Any]) -> str:
+def _explanation(record: Record, here: dict[str, Any]) -> str:
     """What may explain a difference."""
     there = record.environment
     changed = [f"{k} was {there.get(k)}, is {here.get(k)}" for k in ENVIRONMENT if there.get(k) != here.get(k)]
     if changed:
-        return f"equality is promised on one device and torch version alone, and {', '.join(changed)}."
+        return f"results are equal only in the same environment, and here {', '.join(changed)}."
     if record.resumed:
-        return "the run was continued in another environment, which may explain it."
-    return "device and torch version are those of the run, so they should not."
+        return "the run was resumed in another environment, which may explain it."
+    return "the environment is the same, so they should be equal."

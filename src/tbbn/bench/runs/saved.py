@@ -11,7 +11,8 @@ from tbbn.bench.engine import lanes, loop
 from tbbn.bench.engine.events import EpochEnded, Event, TaskEnded
 from tbbn.bench.engine.loop import Run, Stop
 from tbbn.bench.engine.record import Record
-from tbbn.bench.runs import checkpoint, state
+from tbbn.bench.files import is_blank, locked
+from tbbn.bench.runs import state
 from tbbn.bench.runs.record import save_record
 from tbbn.errors import UserError
 
@@ -64,7 +65,7 @@ def saved(run: Run, directory: Path, *, every: float = SAVE_EVERY, stop: Stop | 
     end of an epoch once ``every`` seconds have passed since the last one (0: after every epoch); where writing is slow, less
     often, so that it stays below a hundredth of the time. The record is written however the run ends.
     """
-    with checkpoint.locked(directory):
+    with locked(directory):
         state.load(run, directory)
         user_error = False
         try:
@@ -74,7 +75,7 @@ def saved(run: Run, directory: Path, *, every: float = SAVE_EVERY, stop: Stop | 
             raise
         finally:
             # A user error found during training leaves as little behind as one found before it.
-            if not (user_error and checkpoint.is_blank(directory)):
+            if not (user_error and is_blank(directory)):
                 save_record(run.record, directory)
 
 

@@ -1,4 +1,4 @@
-"""What a ``record.json`` must look like, field by field: whoever reads it may then rely on it."""
+"""The fields of a ``record.json``, checked one by one, so that its readers may rely on them."""
 
 from __future__ import annotations
 
@@ -44,36 +44,36 @@ def _plugins(value: Any) -> bool:
     )
 
 
-_TABLES = "a list of tables", lambda value: _each(value, lambda v: isinstance(v, dict))
-_TEXTS = "a list of texts", lambda value: _each(value, lambda v: isinstance(v, str))
-_COUNTS = "a list of whole numbers, none negative", lambda value: _each(value, _whole)
-_MATRIX = "rows of 1, 2, 3, ... shares of 1", _triangle
+_OBJECTS = "a list of objects", lambda value: _each(value, lambda v: isinstance(v, dict))
+_STRINGS = "a list of strings", lambda value: _each(value, lambda v: isinstance(v, str))
+_COUNTS = "a list of whole numbers from 0", lambda value: _each(value, _whole)
+_MATRIX = "rows of 1, 2, 3, ... numbers from 0 to 1", _triangle
 
 FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "schema": ("a whole number from 1 on", lambda value: _whole(value, 1)),
+    "schema": ("a whole number from 1", lambda value: _whole(value, 1)),
     "status": (f"one of {', '.join(STATUSES)}", lambda value: isinstance(value, str) and value in STATUSES),
-    "message": ("text", lambda value: isinstance(value, str)),
-    "environment": ("a table", lambda value: isinstance(value, dict)),
-    "data": ("a table", lambda value: isinstance(value, dict)),
+    "message": ("a string", lambda value: isinstance(value, str)),
+    "environment": ("an object", lambda value: isinstance(value, dict)),
+    "data": ("an object", lambda value: isinstance(value, dict)),
     "class_order": _COUNTS,
-    "task_sizes": ("a list of numbers of classes", lambda value: _each(value, lambda v: _whole(v, 1))),
+    "task_sizes": ("a list of whole numbers from 1", lambda value: _each(value, lambda v: _whole(v, 1))),
     "accuracy": _MATRIX,
     "task_il": _MATRIX,
-    "errors": (f"a list of the numbers of {', '.join(ERROR_TYPES)}", _errors),
+    "errors": (f"a list of counts of {', '.join(ERROR_TYPES)}", _errors),
     "exemplars": _COUNTS,
     "splits": _COUNTS,
-    "history": _TABLES,
-    "skipped": _TEXTS,
-    "weights": _TEXTS,
-    "plugins": ("a list of tables with a name and what it brings", _plugins),
-    "resumed": _TABLES,
+    "history": _OBJECTS,
+    "skipped": _STRINGS,
+    "weights": _STRINGS,
+    "plugins": ("a list of objects with a name and what it brings", _plugins),
+    "resumed": _OBJECTS,
     "seconds": ("a number", lambda value: _number(value) and 0 <= value < math.inf),
 }
-_BY_TASK = ("accuracy", "task_il", "errors", "exemplars", "splits", "weights")  # an entry for each task learnt
+_BY_TASK = ("accuracy", "task_il", "errors", "exemplars", "splits", "weights")  # one entry per task learnt
 
 
 def problem(tree: Mapping[str, Any]) -> str:
-    """What is wrong with the fields of a record; nothing, if all that are there are as they must be."""
+    """What is wrong with the fields of a record; empty if nothing is."""
     for name, (expected, fits) in FIELDS.items():
         if name in tree and not fits(tree[name]):
             return f"{name} must be {expected}, got {tree[name]!r:.60}."
@@ -81,7 +81,6 @@ def problem(tree: Mapping[str, Any]) -> str:
     if n_learnt > len(tree.get("task_sizes", ())):
         return f"accuracy has {n_learnt} rows but task_sizes {len(tree.get('task_sizes', ()))} entries."
     for name in _BY_TASK:
-        # What an older version did not write is empty.
-        if len(tree.get(name, ())) not in (0, n_learnt):
-            return f"{name} must have an entry for each of the {n_learnt} tasks learnt, has {len(tree[name])}."
+        if len(tree.get(name, ())) != n_learnt:
+            return f"{name} must have one entry for each of the {n_learnt} tasks learnt, has {len(tree.get(name, ()))}."
     return ""

@@ -79,7 +79,7 @@ def load(run: Run, directory: Path) -> bool:
     if found is None:
         return False
     if found[0].get("config") != to_toml(run.config):
-        raise UserError(f"{directory}: holds a run of another config; use another directory, or --overwrite.")
+        raise UserError(f"{directory}: holds a run with another config; use another folder, or --overwrite.")
     restore(run, *found, str(directory))
     return True
 
@@ -93,7 +93,7 @@ def restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where:
     except Exception as error:  # a file with a valid checksum may still hold anything
         reason = (str(error).strip().splitlines() or [""])[0][:120]
         raise UserError(
-            f"{where}: its checkpoint does not fit this run ({type(error).__name__}: {reason}); delete it to begin again."
+            f"{where}: its checkpoint does not fit this run ({type(error).__name__}: {reason}); delete it to start again."
         ) from error
 
 

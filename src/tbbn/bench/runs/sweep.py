@@ -9,9 +9,10 @@ from functools import partial
 from tbbn.bench.engine import Event
 from tbbn.bench.engine.loop import Stop
 from tbbn.bench.engine.record import Record, new_record
+from tbbn.bench.files import write_atomic
 from tbbn.bench.runs.pending import PendingRun, delete_run_files, finished_record
 from tbbn.bench.runs.recipe import RECIPE
-from tbbn.bench.runs.record import RECORD, load_record, save_record, write_atomic
+from tbbn.bench.runs.record import RECORD, load_record, save_record
 from tbbn.bench.runs.saved import run_lanes_saved, run_saved
 from tbbn.errors import UserError
 
