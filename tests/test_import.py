@@ -86,6 +86,15 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def test_the_layer_reaches_the_accelerators_by_one_lazy_import():
+    asking = {path.name for path in (PACKAGE / "nn").glob("*.py") if "tbbn.accelerators" in " ".join(imported(path))}
+    assert asking == {"functional.py"}
+    found = [
+        line for line in (PACKAGE / "nn/functional.py").read_text().splitlines() if "from tbbn.accelerators" in line
+    ]
+    assert [line.startswith("    ") for line in found] == [True, True]  # for type checkers, and inside a function
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_one_way(path):
     own = room(module_of(path))

@@ -343,10 +343,10 @@ def test_reference_is_the_same_function():
     x, weight = torch.randn(64, 3, 4, dtype=DOUBLE) + 4, torch.rand(3, dtype=DOUBLE)
     running = torch.zeros(3, dtype=DOUBLE), torch.zeros(3, dtype=DOUBLE)
     y = task_balanced_batch_norm(x, *running, weight, None, plan, 1.0)
-    same, mean, var = reference(x, weight, None, plan, 1e-5)
+    same, mean, var, centre = reference(x, weight, None, plan, 1e-5)
     n = 22 * 4
     torch.testing.assert_close(same, y)
-    torch.testing.assert_close(mean.mean(0), running[0])
+    torch.testing.assert_close(mean.mean(0) + centre, running[0])
     torch.testing.assert_close(var.mean(0) * n / (n - 1), running[1])
 
 
@@ -371,3 +371,28 @@ def test_plan_of_another_size_is_refused():
     plan = Layout(48, 16, 3).plan(PlanOptions(), CPU, torch.float32)
     with pytest.raises(UserError, match="the plan covers 64 rows but the input has 60"):
         task_balanced_batch_norm(torch.randn(60, 3), None, None, None, None, plan)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in jvp
+def test_function_transforms_go_through_the_reference():
+    torch.manual_seed(0)
+    plan = Layout(6, 2, 2).plan(PlanOptions(), CPU, DOUBLE)
+    x, direction = torch.randn(2, 8, 3, 4, dtype=DOUBLE)
+
+    def norm(t):
+        return task_balanced_batch_norm(t, None, None, None, None, plan)
+
+    leaf = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(norm(leaf).pow(3).sum(), leaf)
+    torch.testing.assert_close(torch.func.grad(lambda t: norm(t).pow(3).sum())(x), wanted)
+    both = torch.func.vmap(norm)(torch.stack([x, direction]))
+    torch.testing.assert_close(both, torch.stack([norm(x), norm(direction)]))
+    value, slope = torch.func.jvp(lambda t: norm(t).pow(3).sum(), (x,), (direction,))
+    torch.testing.assert_close(value, norm(x).pow(3).sum())
+    torch.testing.assert_close(slope, (wanted * direction).sum())
+
+
+def test_meta_tensors_have_shapes_only():
+    layer = tbbn.TaskBalancedBatchNorm2d(3, device="meta")
+    with tbbn.balance(layer, current=6, memory=2, past_tasks=2):
+        assert layer(torch.empty(8, 3, 2, 2, device="meta")).shape == (8, 3, 2, 2)

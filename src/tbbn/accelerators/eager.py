@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tbbn.nn.functional import reference, statistics_dtype, update_running
+from tbbn.nn.functional import reference, statistics_dtype, update_average
 from tbbn.nn.plan import Plan
 
 # Mean squares lose digits where a mean is large against its spread. Below this ratio of variance to squared mean (the mean is
@@ -133,7 +133,7 @@ class _EagerNorm(torch.autograd.Function):
             offset = plan.scatter.mm(shift.neg_())
         else:
             offset = torch.addmm(bias if bias.dtype == dtype else bias.to(dtype), plan.scatter, shift, alpha=-1)
-        update_running(running_mean, running_var, mean, var, plan, unbiased, momentum, centre)
+        _update_running(running_mean, running_var, mean, var, plan, unbiased, momentum, centre)
         _affine(rows, factor.view(shape), offset.view(shape), out=y)
         group_mean = None if plan.blend is None else mean
         ctx.save_for_backward(x, weight, bias, used_mean, inv, scale, factor, centre, group_mean)
@@ -180,9 +180,25 @@ def reference_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of input, weight and bias through the reference: for second derivatives, which no backend writes by hand."""
     inputs = [t for t, needed in zip((x, weight, bias), needs, strict=True) if needed and t is not None]
-    y, _, _ = reference(x, weight, bias, plan.to(x.device, statistics_dtype(x)), eps)
+    y = reference(x, weight, bias, plan.to(x.device, statistics_dtype(x)), eps)[0]
     grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=True, allow_unused=True))
     return tuple(next(grads) if needed else None for needed in needs)
+
+
+def _update_running(
+    running_mean: Tensor | None, running_var: Tensor | None, mean: Tensor, var: Tensor, plan: Plan, unbiased: Tensor,
+    momentum: float | Tensor, centre: Tensor | None,
+) -> None:  # fmt: skip
+    """Move the running statistics towards the average over groups. ``mean`` is relative to ``centre`` (C,), if given."""
+    if running_mean is None or running_var is None:
+        return
+    batch_mean, batch_var = torch.mv(mean.t(), plan.running), torch.mv(var.t(), unbiased)  # (C,)
+    if plan.total_variance:
+        batch_var += torch.mv((mean - batch_mean).square().t(), plan.running)
+    if centre is not None:
+        batch_mean += centre
+    update_average(running_mean, batch_mean, momentum)
+    update_average(running_var, batch_var, momentum)
 
 
 def _geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -14,9 +14,8 @@ autograd and ``torch.compile`` understand. Faster forms of the same function are
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,25 +30,28 @@ if TYPE_CHECKING:
 
 def reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Plan, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, group means (r, C) and biased group variances (r, C); differentiable any number of times."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, group means (r, C) relative to a centre, biased group variances (r, C), and the centre (C,).
+
+    ``plan.blend``, where given, averages group statistics before they are used.
+    """
     dims, shape = tuple(range(2, x.dim())), (*x.shape[:2], *[1] * (x.dim() - 2))
     rows = x.to(plan.gather.dtype)
     # Subtract the mean of the rows that all groups share: mean squares lose digits where a mean is large against its spread.
-    common = plan.gather.amin(0)
-    centre = _pixel_mean(rows.detach(), dims).t() @ (common / common.sum())  # (C,)
+    shared = plan.gather.amin(0, keepdim=True)
+    centre = _product(shared / shared.sum(), _pixel_mean(rows.detach(), dims))[0]  # (C,)
     rows = rows - centre.view(1, *shape[1:])
-    mean = plan.gather @ _pixel_mean(rows, dims)  # (r, C), relative to the centre
-    var = (plan.gather @ _pixel_mean(rows.square(), dims) - mean.square()).clamp_min(0)
-    used_mean, used_var = (mean, var) if plan.blend is None else (plan.blend @ mean, plan.blend @ var)
+    mean = _product(plan.gather, _pixel_mean(rows, dims))  # (r, C)
+    var = (_product(plan.gather, _pixel_mean(rows.square(), dims)) - mean.square()).clamp_min(0)
+    used_mean, used_var = (mean, var) if plan.blend is None else (_product(plan.blend, mean), _product(plan.blend, var))
     scale = (used_var + eps).rsqrt()
     if weight is not None:
         scale = scale * weight.to(scale.dtype)
     shift = -used_mean * scale
     if bias is not None:
         shift = shift + bias.to(scale.dtype)
-    y = rows * (plan.scatter @ scale).view(shape) + (plan.scatter @ shift).view(shape)
-    return y.to(x.dtype), (mean + centre).detach(), var.detach()
+    y = rows * _product(plan.scatter, scale).view(shape) + _product(plan.scatter, shift).view(shape)
+    return y.to(x.dtype), mean.detach(), var.detach(), centre
 
 
 def task_balanced_batch_norm(
@@ -71,7 +73,7 @@ def task_balanced_batch_norm(
     if plan is not None and x.shape[0] != plan.rows:
         raise UserError(f"task_balanced_batch_norm: the plan covers {plan.rows} rows but the input has {x.shape[0]}.")
     if not torch.compiler.is_compiling():  # a compiler fuses the reference with its neighbours
-        backend = find_backend(x, running_mean, running_var, weight, bias, plan)
+        backend = _find_backend()(x, running_mean, running_var, weight, bias, plan)
         if backend is not None:
             return backend.norm(
                 x, running_mean, running_var, weight, bias, plan, momentum, eps, num_batches_tracked
@@ -80,37 +82,28 @@ def task_balanced_batch_norm(
         num_batches_tracked.add_(1)
     if plan is None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, True, float(momentum), eps)
-    with _without_autocast(x.device.type):  # it would round the statistics
-        plan = plan.to(x.device, statistics_dtype(x))
-        y, mean, var = reference(x, weight, bias, plan, eps)
+    plan = plan.to(x.device, statistics_dtype(x))
+    y, mean, var, centre = reference(x, weight, bias, plan, eps)
+    if running_mean is not None and running_var is not None:
         counts = plan.sizes * x[0, 0].numel()
-        unbiased = plan.running * counts / (counts - 1)
-        update_running(running_mean, running_var, mean, var, plan, unbiased, momentum)
+        unbiased = plan.running * counts / (counts - 1)  # batch norm tracks the unbiased variance
+        batch_mean, batch_var = _product(plan.running[None], mean)[0], _product(unbiased[None], var)[0]
+        if plan.total_variance:
+            batch_var = batch_var + _product(plan.running[None], (mean - batch_mean).square())[0]
+        update_average(running_mean, batch_mean + centre, momentum)
+        update_average(running_var, batch_var, momentum)
     return y
 
 
-def find_backend(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    plan: Plan | None,
-) -> Backend | None:
-    """The fastest backend that supports these inputs; None: use the reference."""
-    find = _accelerators()
-    return None if find is None else find(x, running_mean, running_var, weight, bias, plan)
-
-
 @cache
-def _accelerators() -> Callable[..., Backend | None] | None:
-    """The only import of ``tbbn.accelerators`` in this package; None where that folder is missing."""
+def _find_backend() -> Callable[..., Backend | None]:
+    """``tbbn.accelerators.backend.find``: the only import of that optional folder. Where it is missing, nothing is found."""
     try:
         from tbbn.accelerators.backend import find
     except ModuleNotFoundError as error:
         if error.name != "tbbn.accelerators":
             raise
-        return None
+        return lambda *inputs: None
     return find
 
 
@@ -119,32 +112,6 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def update_running(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    plan: Plan,
-    unbiased: Tensor,
-    momentum: float | Tensor,
-    centre: Tensor | None = None,
-) -> None:
-    """Move the running statistics towards the average over groups.
-
-    ``unbiased`` (r,) are the groups' shares with the factor n / (n - 1) of the unbiased variance, which is what batch norm
-    stores. ``mean`` is relative to ``centre`` (C,), if given.
-    """
-    if running_mean is None or running_var is None:
-        return
-    batch_mean, batch_var = torch.mv(mean.t(), plan.running), torch.mv(var.t(), unbiased)  # (C,)
-    if plan.total_variance:
-        batch_var += torch.mv((mean - batch_mean).square().t(), plan.running)
-    if centre is not None:
-        batch_mean += centre
-    update_average(running_mean, batch_mean, momentum)
-    update_average(running_var, batch_var, momentum)
-
-
 def update_average(running: Tensor, value: Tensor, momentum: float | Tensor) -> None:
     """Exponential moving average in place, computed in the type of ``value``."""
     if isinstance(momentum, Tensor):
@@ -155,8 +122,9 @@ def update_average(running: Tensor, value: Tensor, momentum: float | Tensor) -> 
         running.copy_(running.to(value.dtype).lerp_(value, momentum))
 
 
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+def _product(matrix: Tensor, values: Tensor) -> Tensor:
+    """``matrix @ values`` as sums: autocast would round a matrix product, also in backward."""
+    return (matrix.unsqueeze(2) * values).sum(1)
 
 
 def _pixel_mean(t: Tensor, dims: tuple[int, ...]) -> Tensor:
