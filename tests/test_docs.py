@@ -20,11 +20,12 @@ import torch
 
 import tbbn
 from tbbn.bench import config
-from tbbn.registry import METHODS, NORMS, temporary
+from tbbn.registry import temporary
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-MODULES = sorted(m.name for m in pkgutil.walk_packages(tbbn.__path__, "tbbn."))
+LIBRARY = "tbbn.accelerators.native.libtbbn"  # the C kernel, which is no Python module
+MODULES = sorted({m.name for m in pkgutil.walk_packages(tbbn.__path__, "tbbn.")} - {LIBRARY})
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -60,10 +61,14 @@ def extended(registries: None) -> Any:
 
 
 def test_the_examples_of_extending_run_as_they_stand(extended: Any) -> None:
-    assert METHODS.get("lwf") is extended.LearningWithoutForgetting and NORMS.get("frn") is extended.FilterResponseNorm
-    assert extended.record.status == "finished" and extended.record.run_config.norm.dict() == {"threshold": True}
-    accuracy, final, kd = re.fullmatch(r"(\[\[.*\]\]) (\S+) (\S+)\n", extended.printed).groups()  # type: ignore[union-attr]
+    first, table = extended.printed.split("\n", 1)
+    accuracy, final, kd = re.fullmatch(r"(\[\[.*\]\]) (\S+) (\S+)", first).groups()  # type: ignore[union-attr]
     assert len(json.loads(accuracy)) == 2 and 0 <= float(final) <= 1 and float(kd) > 0
+    assert extended.result.config.method.dict()["kd"] == 2
+    config = extended.own.config
+    assert (config.method.name, config.norm.name, config.data.name) == ("lwf", "frn", "stripes")
+    assert (config.backbone, config.batch.augment) == ("pyramid", "dim") and config.norm.dict()["threshold"] is True
+    assert re.search(r"^lwf \+ tbbn +2 ", table, re.MULTILINE) and extended.curves is not None
 
 
 def test_what_the_examples_register_is_listed_and_runs_from_the_command_line(
@@ -71,9 +76,10 @@ def test_what_the_examples_register_is_listed_and_runs_from_the_command_line(
 ) -> None:
     from tbbn.bench.cli.main import main
 
-    for what, name in (("methods", "lwf"), ("norms", "frn")):
+    brought = {"methods": "lwf", "norms": "frn", "datasets": "stripes", "backbones": "pyramid", "augmentations": "dim"}
+    for what, name in brought.items():
         assert main(["list", what]) == 0
-        assert re.search(rf"^{name} +\w", capsys.readouterr().out, re.MULTILINE)
+        assert re.search(rf"^{name} +\w.*\[extending\]$", capsys.readouterr().out, re.MULTILINE)
     tiny = ["--data", "synthetic:4x12x4x8", "--data.tasks", "2", "--train.epochs", "1", "--memory.budget", "8"]
     words = ["run", *tiny, "--method", "lwf(kd=2)", "--norm", "bn,frn(threshold=true)", "--out", str(tmp_path)]
     assert main(words) == 0
