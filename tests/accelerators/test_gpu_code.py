@@ -189,7 +189,7 @@ def test_the_crops_kernel_compiles(compiled, rows, tmp_path):
     from tbbn.bench.data import crop
 
     images = torch.zeros(5, 3, 32, 32, dtype=torch.uint8)
-    crop.cropped(ResizedCrop(padded=True), images, rows, torch.rand(4, 5), torch.rand(3), torch.rand(3), LAST)
+    crop.fused_crop(ResizedCrop(padded=True), images, rows, torch.rand(4, 5), torch.rand(3), torch.rand(3), LAST)
     check(compiled, {"crop"}, tmp_path)
 
 

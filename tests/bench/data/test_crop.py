@@ -40,7 +40,7 @@ def check(augment: ResizedCrop, images: Tensor, rows: Tensor, parameters: Tensor
     memory_format = torch.channels_last if last else torch.contiguous_format
     mean, std = statistics(images.shape[1], device)
     rows, parameters = rows.to(device), parameters.to(device)
-    got = crop.cropped(augment, images, rows, parameters, mean, std, memory_format)
+    got = crop.fused_crop(augment, images, rows, parameters, mean, std, memory_format)
     want = normalise(augment.apply(images[rows], parameters), mean, std)
     assert got.is_contiguous(memory_format=memory_format) and got.dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -52,7 +52,7 @@ def test_without_rows_it_takes_the_images_in_their_order(device):
     augment, images, rows = ResizedCrop(padded=True), stored(5, 2, 20, 20, device), torch.tensor([3, 0, 3])
     parameters = augment.draw(3, seed(), (20, 20)).to(device)
     read = images[rows.to(device)]
-    got = crop.cropped(augment, read, None, parameters, *statistics(2, device), torch.contiguous_format)
+    got = crop.fused_crop(augment, read, None, parameters, *statistics(2, device), torch.contiguous_format)
     assert torch.equal(got, check(augment, images, rows, parameters))
 
 
@@ -131,9 +131,9 @@ def test_the_same_input_gives_the_same_bits(device):
 @pytest.mark.parametrize("suited", [True, False])
 def test_a_batch_has_the_same_images_by_either_way(device, monkeypatch, suited):
     used = []
-    real = crop.cropped
-    monkeypatch.setattr(crop, "suits", lambda augment, images: suited)
-    monkeypatch.setattr(crop, "cropped", lambda *args: used.append(1) or real(*args))
+    real = crop.fused_crop
+    monkeypatch.setattr(crop, "supports", lambda augment, images: suited)
+    monkeypatch.setattr(crop, "fused_crop", lambda *args: used.append(1) or real(*args))
     augment, images, rows = (
         ResizedCrop(padded=True),
         stored(6, 3, 20, 20, device),
@@ -166,8 +166,8 @@ def on_gpu(images: Tensor) -> Tensor:
 @pytest.mark.parametrize("augment", [ResizedCrop(), ResizedCrop(24, padded=True), ResizedCrop(64)], ids=str)
 def test_crops_of_small_stored_images_on_a_gpu_suit(augment, monkeypatch):
     monkeypatch.setattr(crop, "TRITON", True)
-    assert crop.suits(augment, on_gpu(stored(2, 3, 32, 32)))
-    assert crop.suits(augment, on_gpu(stored(2, 3, 64, 48)))
+    assert crop.supports(augment, on_gpu(stored(2, 3, 32, 32)))
+    assert crop.supports(augment, on_gpu(stored(2, 3, 64, 48)))
 
 
 UNSUITED = {
@@ -186,10 +186,10 @@ UNSUITED = {
 @pytest.mark.parametrize(("augment", "images"), UNSUITED.values(), ids=UNSUITED)
 def test_the_rest_is_left_to_tensor_operations(augment, images, monkeypatch):
     monkeypatch.setattr(crop, "TRITON", True)
-    assert not crop.suits(augment, images)
+    assert not crop.supports(augment, images)
 
 
 @here
 def test_without_triton_nothing_suits(monkeypatch):
     monkeypatch.setattr(crop, "TRITON", False)
-    assert not crop.suits(ResizedCrop(), on_gpu(stored(2, 3, 32, 32)))
+    assert not crop.supports(ResizedCrop(), on_gpu(stored(2, 3, 32, 32)))

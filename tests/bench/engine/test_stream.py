@@ -89,8 +89,8 @@ def test_streamed_images_are_cropped_as_those_held(place: Path, monkeypatch: pyt
         raw = images if rows is None else images[rows]
         return normalise(augment.apply(raw, parameters), mean, std) * (1 + 2**-20)
 
-    monkeypatch.setattr(crop, "suits", lambda augment, images: isinstance(images, torch.Tensor))
-    monkeypatch.setattr(crop, "cropped", cropped)
+    monkeypatch.setattr(crop, "supports", lambda augment, images: isinstance(images, torch.Tensor))
+    monkeypatch.setattr(crop, "fused_crop", cropped)
     runs = [finish(tiny(data__name=f"packed:{place / 'out'}", data__stream=how)) for how in ("yes", "no")]
     same(*runs)
     assert asked == [True] * (len(asked) // 2) + [False] * (len(asked) // 2) != []

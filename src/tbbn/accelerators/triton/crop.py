@@ -1,4 +1,4 @@
-"""Triton kernel: a random resized crop of stored images and its normalisation, in one launch.
+"""Triton kernel: a random resized crop of stored images and its normalisation, in one launch instead of thirty.
 
 The same as :class:`tbbn.bench.data.augment.ResizedCrop` in tensor operations: one interpolation matrix per axis.
 """
@@ -8,10 +8,33 @@ The same as :class:`tbbn.bench.data.augment.ResizedCrop` in tensor operations: o
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tbbn.accelerators.triton.launch import dependent_launch
+from tbbn.accelerators.triton.launch import dependent_launch, device_of, launch_options
+
+
+def resized_crop(
+    images: Tensor, rows: Tensor | None, parameters: Tensor, mean: Tensor, std: Tensor, size: tuple[int, int], pad: int,
+    memory_format: torch.memory_format,
+) -> Tensor:  # fmt: skip
+    """Crop, resize to ``size`` and normalise ``rows`` (None: all) of the stored images (N, C, H, W): (n, C, h, w) float32.
+
+    ``parameters`` (n, 5) are top, left, height and width of the box in the zero-padded image, and whether to flip.
+    """
+    _, channels, height, width = images.shape
+    shape = (len(parameters), channels, *size)
+    out = torch.empty(shape, dtype=torch.float32, device=images.device, memory_format=memory_format)
+    blocks = [max(16, triton.next_power_of_2(n)) for n in (height, width, height + 2 * pad, width + 2 * pad, *size)]
+    with device_of(images):
+        crop[(len(parameters), channels)](
+            images, rows if rows is None else rows.contiguous(), parameters.contiguous(), mean, std, out,
+            channels, height, width, *size, pad, *out.stride(),
+            *blocks, num_warps=4, **launch_options(out),
+        )  # fmt: skip
+    return out
 
 
 @triton.jit

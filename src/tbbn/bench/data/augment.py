@@ -1,8 +1,7 @@
-"""Augmentation of whole batches: every parameter is drawn first, on the CPU, then applied as tensor code on any device.
+"""Augmentation of whole batches: parameters are drawn first, on the CPU, then applied as tensor code on any device.
 
-`draw` gives one row of numbers for each augmentation, so that an epoch's rows can be drawn in one go and a step that is
-captured as a CUDA graph only reads them. `apply` is a function of its two tensors: no random number, no loop over
-samples, no shape that depends on a value.
+`draw` gives one row of parameters per image, so an epoch is drawn at once and a captured step only reads them. `apply` is
+a pure function of images and parameters: no random numbers, no loop over images, no data-dependent shapes.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ _ATTEMPTS = 10  # crop boxes tried before the fallback, as in torchvision's Rand
 
 
 class Augment(Protocol):
-    """A distribution of image transforms: `draw` samples their parameters, `apply` carries them out."""
+    """A random image transform: `draw` samples its parameters, `apply` carries it out."""
 
     @property
     def n_parameters(self) -> int:
-        """Columns of the parameters."""
+        """Parameters per image."""
         ...
 
     def draw(self, n: int, generator: Generator, size: tuple[int, int]) -> Tensor:
-        """Parameters (n, n_parameters) float32 on the CPU of `n` augmentations of images of `size` (height, width)."""
+        """Parameters (n, n_parameters) float32 on the CPU, for `n` images of `size` (height, width)."""
         ...
 
     def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
-        """Images (N, C, h, w) float32 in [0, 1] from images (N, C, H, W), uint8 or float in [0, 1].
+        """Augmented images (N, C, h, w) float32 in [0, 1]; the input is uint8 or float in [0, 1].
 
-        The parameters (N, n_parameters) lie on the images' device.
+        The parameters (N, n_parameters) are on the device of the images.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Centred:
-    """The image itself, or its centre of side `crop`; mirrored left to right with probability one half if `flip`."""
+    """The image, or its centre of side `crop`; with `flip`, mirrored left to right with probability one half."""
 
     flip: bool = False
     crop: int | None = None
@@ -68,9 +67,9 @@ class Centred:
 
 @dataclass(frozen=True)
 class Shift:
-    """Zero-padding, a random window of the original size (or of side `crop`), and a flip: columns top, left, flip.
+    """Zero-padding, a random window of the original size (or of side `crop`), and a flip. Parameters: top, left, flip.
 
-    The window is torchvision's `RandomCrop(size, padding)`. Without `pad` the padding follows the image: see `padding`.
+    The window is torchvision's `RandomCrop(size, padding)`. `pad` defaults to `padding(size)`.
     """
 
     crop: int | None = None
@@ -84,8 +83,8 @@ class Shift:
             raise UserError(
                 f"shift: a crop of {self.crop} needs larger images than {size[0]}x{size[1]}; lower the crop"
             )
-        places = [torch.randint(0, n_free + 1, (n, 1), generator=generator) for n_free in free]
-        return torch.cat([*places, _coins(n, generator)], 1).float()
+        corners = [torch.randint(0, n_free + 1, (n, 1), generator=generator) for n_free in free]
+        return torch.cat([*corners, _coins(n, generator)], 1).float()
 
     def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
         n, channels, height, width = images.shape
@@ -102,11 +101,11 @@ class Shift:
 
 @dataclass(frozen=True)
 class ResizedCrop:
-    """A box of random area and shape, resized, and a flip: columns top, left, height, width, flip.
+    """A box of random area and aspect ratio, resized, and a flip. Parameters: top, left, height, width, flip.
 
-    The draw is torchvision's `RandomResizedCrop`, on the zero-padded image if `padded`. The resize is PIL's bilinear
-    one, which averages where it shrinks, as two products with one matrix per image and axis; the padding is never
-    stored: its columns of the matrices are left out.
+    Boxes are drawn like torchvision's `RandomResizedCrop`, on the zero-padded image if `padded`. The resize is PIL's
+    bilinear one, which averages when it shrinks: two matrix products, with one matrix per image and axis. The padding is
+    never stored; its columns of the matrices are left out.
     """
 
     crop: int | None = None
@@ -116,7 +115,7 @@ class ResizedCrop:
     n_parameters = 5
 
     def draw(self, n: int, generator: Generator, size: tuple[int, int]) -> Tensor:
-        pad = padding(size) if self.padded else 0
+        pad = self.pad(size)
         height, width = size[0] + 2 * pad, size[1] + 2 * pad
         uniform = torch.rand(n, 2, _ATTEMPTS, generator=generator)
         area = height * width * (self.scale[0] + uniform[:, 0] * (self.scale[1] - self.scale[0]))
@@ -126,10 +125,10 @@ class ResizedCrop:
         valid = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
         first = valid.int().argmax(1, keepdim=True)  # the first maximum
         found = valid.any(1)
-        place = torch.rand(n, 2, generator=generator)
+        corner = torch.rand(n, 2, generator=generator)
         boxes = []
         for lengths, whole, fallback, u in zip(
-            (heights, widths), (height, width), self._fallback(height, width), place.unbind(1), strict=True
+            (heights, widths), (height, width), self._fallback(height, width), corner.unbind(1), strict=True
         ):
             length = torch.where(found, lengths.gather(1, first).squeeze(1), torch.tensor(float(fallback)))
             start = torch.minimum((u * (whole - length + 1)).floor(), whole - length)
@@ -137,8 +136,15 @@ class ResizedCrop:
         (top, box_height), (left, box_width) = boxes
         return torch.cat([torch.stack([top, left, box_height, box_width], 1), _coins(n, generator)], 1)
 
+    def pad(self, size: tuple[int, int]) -> int:
+        """Pixels of zero-padding on each side of images of `size` (height, width)."""
+        return padding(size) if self.padded else 0
+
+    def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        return (self.crop, self.crop) if self.crop else size
+
     def _fallback(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the largest centred box of an allowed shape."""
+        """Height and width of the largest centred box of an allowed aspect ratio."""
         if width < height * self.ratio[0]:
             return round(width / self.ratio[0]), width
         if width > height * self.ratio[1]:
@@ -147,21 +153,19 @@ class ResizedCrop:
 
     def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
         n, channels, height, width = images.shape
-        pad = padding((height, width)) if self.padded else 0
+        pad, (out_height, out_width) = self.pad((height, width)), self.output_size((height, width))
         top, left, box_height, box_width, flip = parameters.unbind(1)
         upright = torch.zeros_like(flip)
-        if height == width:  # both axes in the same operations: on a GPU their number is their cost
+        if height == width:  # both axes in the same operations: on a GPU each operation costs a launch
             start, length = parameters[:, :2].reshape(-1), parameters[:, 2:4].reshape(-1)
-            both = _resize_matrix(
-                start, length, width, self.crop or width, pad, torch.stack([upright, flip], 1).view(-1)
-            )
+            both = _resize_matrix(start, length, width, out_width, pad, torch.stack([upright, flip], 1).view(-1))
             vertical, horizontal = both.unflatten(0, (n, 2)).unbind(1)
         else:
-            vertical = _resize_matrix(top, box_height, height, self.crop or height, pad, upright)  # (N, h, H)
-            horizontal = _resize_matrix(left, box_width, width, self.crop or width, pad, flip)  # (N, w, W)
+            vertical = _resize_matrix(top, box_height, height, out_height, pad, upright)  # (N, h, H)
+            horizontal = _resize_matrix(left, box_width, width, out_width, pad, flip)  # (N, w, W)
         if not images.is_floating_point():
             horizontal = horizontal / 255
-        # Half precision would cost more than PIL's own rounding does.
+        # In half precision the error would exceed that of PIL's rounding.
         with torch.autocast(images.device.type, enabled=False):
             rows = images.float().reshape(n, channels * height, width) @ horizontal.transpose(1, 2)
             return vertical.unsqueeze(1) @ rows.view(n, channels, height, -1)
@@ -169,7 +173,7 @@ class ResizedCrop:
 
 @dataclass(frozen=True)
 class Chain:
-    """Several augmentations one after the other; their parameters lie side by side."""
+    """Several augmentations in sequence; their parameters are concatenated."""
 
     parts: tuple[Augment, ...]
 
@@ -188,7 +192,7 @@ class Chain:
 
 
 _BUILT_IN: dict[str, tuple[str, Callable[[int | None], Augment]]] = {
-    "none": ("the image as it is", lambda crop: Centred(crop=crop)),
+    "none": ("the image unchanged", lambda crop: Centred(crop=crop)),
     "flip": ("horizontal flip", lambda crop: Centred(flip=True, crop=crop)),
     "shift": ("zero-pad by an eighth, random window of the original size, flip", lambda crop: Shift(crop)),
     "padded-resized": (
@@ -212,7 +216,7 @@ for _name, (_line, _make) in _BUILT_IN.items():
 
 
 def augmentation(name: str, *, crop: int | None = None) -> Augment:
-    """The augmentation of that name; `crop` is the side of its output, without it the images keep their size."""
+    """The augmentation of that name; `crop` is the side of its output, by default the images keep their size."""
     AUGMENTATIONS.entry(name)
     if crop is not None and crop < 1:
         raise UserError(f"augmentation {name!r}: crop must be a positive number of pixels, got {crop}")
@@ -231,7 +235,7 @@ def padding(size: tuple[int, int]) -> int:
 
 
 def as_float(images: Tensor) -> Tensor:
-    """Images as float32 in [0, 1]: uint8 is divided by 255, float is taken as it is."""
+    """Images as float32 in [0, 1]: uint8 is divided by 255, float is unchanged."""
     return images.float() if images.is_floating_point() else images.to(torch.float32).div_(255)
 
 
@@ -241,7 +245,7 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def centre_crop(images: Tensor, crop: int | None) -> Tensor:
-    """The central square of side `crop`, placed as torchvision's `CenterCrop` does; all of the image without `crop`."""
+    """The central square of side `crop`, like torchvision's `CenterCrop`; the whole image without `crop`."""
     height, width = images.shape[-2:]
     if crop is None or (height, width) == (crop, crop):
         return images
@@ -252,7 +256,7 @@ def centre_crop(images: Tensor, crop: int | None) -> Tensor:
 
 
 def evaluation_view(images: Tensor, *, crop: int | None = None) -> Tensor:
-    """What evaluation sees: the centre of side `crop`, or the whole image, as float32 in [0, 1]."""
+    """Images for evaluation: the centre of side `crop`, or the whole image, as float32 in [0, 1]."""
     return as_float(centre_crop(images, crop))
 
 
@@ -264,8 +268,8 @@ def _coins(n: int, generator: Generator) -> Tensor:
 def _resize_matrix(start: Tensor, length: Tensor, n_in: int, n_out: int, pad: int, flip: Tensor) -> Tensor:
     """Matrices (N, n_out, n_in) that resize the box [start, start + length) of a padded axis to n_out pixels.
 
-    Output pixel i lies at (i + 1/2) * length / n_out of the box and averages the box's pixels under a triangle whose
-    half-width is one input pixel when the box is enlarged, one output pixel when it is shrunk.
+    Output pixel i is centred at (i + 1/2) * length / n_out of the box. It averages the pixels of the box under a triangle
+    whose half-width is one input pixel when the box is enlarged, one output pixel when it is shrunk.
     """
     pixels = torch.arange(n_in + 2 * pad, device=start.device, dtype=start.dtype)
     outputs = torch.arange(n_out, device=start.device, dtype=start.dtype).unsqueeze(1)
@@ -275,6 +279,6 @@ def _resize_matrix(start: Tensor, length: Tensor, n_in: int, n_out: int, pad: in
     inside = pixels - start  # position in the box, (N, 1, n_in + 2 pad)
     weights = (1 - ((inside + 0.5 - (outputs + 0.5) * step) / step.clamp(min=1)).abs()).clamp_(min=0)
     weights = weights * ((inside >= 0) & (inside < length))
-    # A real box weighs at least one half in each row: the bound turns an all-zero row of parameters into a black image.
+    # The weights of a real box sum to at least one half; the clamp makes all-zero parameters a black image, not NaN.
     weights = weights / weights.sum(2, keepdim=True).clamp(min=0.25)
     return weights[:, :, pad : pad + n_in]

@@ -88,8 +88,8 @@ class BatchMaker:
     def _images(self, spec: BatchSpec, index: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         data = self.data
         stored, rows = data.locate(index, inputs)
-        if not spec.extra_rows and crop.suits(self.augment, stored):
-            return crop.cropped(self.augment, stored, rows, inputs[0], data.mean, data.std, data.memory_format)
+        if not spec.extra_rows and crop.supports(self.augment, stored):
+            return crop.fused_crop(self.augment, stored, rows, inputs[0], data.mean, data.std, data.memory_format)
         raw, n = data.gather(index, inputs), spec.base_rows
         if not spec.extra_rows:
             return data.normalised(self.augment.apply(raw, inputs[0]))

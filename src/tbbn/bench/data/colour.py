@@ -1,4 +1,4 @@
-"""Colour augmentations of float images in [0, 1], each with its own parameter for every image of the batch."""
+"""Colour augmentations of float images in [0, 1], with parameters per image."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-_CONTRAST, _SATURATION, _HUE = 1, 2, 3  # places in the columns of factors; brightness is 0
+_CONTRAST, _SATURATION, _HUE = 1, 2, 3  # columns of the factors; brightness is 0
 
 
 @dataclass(frozen=True)
 class Brightness:
-    """All channels times a factor from [1 - strength, 1 + strength]; one column."""
+    """All channels times a factor from [1 - strength, 1 + strength]. One parameter: the factor."""
 
     strength: float = 63 / 255  # PODNet's CIFAR recipe
     n_parameters = 1
@@ -26,7 +26,7 @@ class Brightness:
 
 @dataclass(frozen=True)
 class Greyscale:
-    """Every channel replaced by the luminance, with the given probability; one column."""
+    """Every channel replaced by the luminance, with the given probability. One parameter: whether it is."""
 
     probability: float = 0.2
     n_parameters = 1
@@ -40,10 +40,10 @@ class Greyscale:
 
 @dataclass(frozen=True)
 class ColourJitter:
-    """Brightness, contrast, saturation and hue changed in a random order, with the given probability.
+    """torchvision's `ColorJitter`: brightness, contrast, saturation and hue in random order, with the given probability.
 
-    Columns: which of the four comes first, second, third, fourth; then their four factors (1, 1, 1, 0 when the image is
-    spared). The draw and each change are torchvision's `ColorJitter`.
+    Parameters: which of the four comes first, second, third, fourth; then their four factors (1, 1, 1, 0 if the image is
+    left unchanged).
     """
 
     brightness: float = 0.4
@@ -62,8 +62,8 @@ class ColourJitter:
         return torch.cat([order, factors], 1)
 
     def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
-        # Hue costs most, so it is turned once for the whole batch; the up to three changes that an image has before its
-        # hue, and those after it, run around it, and a change that is not due is a blend with factor 1.
+        # The hue costs most, so it is turned once for the whole batch. Up to three blends come before it and up to three
+        # after it; a blend that is not due at its position has factor 1.
         order, factors = parameters[:, :4].long(), parameters[:, 4:]
         passed = (order == _HUE).cumsum(1)
         ones = torch.ones_like(factors[:, 0])
@@ -86,7 +86,10 @@ def luminance(images: Tensor) -> Tensor:
 
 
 def turn_hue(images: Tensor, turn: Tensor) -> Tensor:
-    """RGB images (N, 3, H, W) with the hue of each turned by `turn` (N,) of the colour circle; others as they are."""
+    """RGB images (N, 3, H, W) with the hue of each turned by the fraction `turn` (N,) of the colour circle.
+
+    Images with other channels are returned unchanged.
+    """
     if images.shape[1] != 3:
         return images
     red, green, blue = images.unbind(1)
@@ -107,7 +110,7 @@ def turn_hue(images: Tensor, turn: Tensor) -> Tensor:
 
 
 def _blend(images: Tensor, kind: Tensor, factor: Tensor) -> Tensor:
-    """Each image moved away from black, its mean grey, or its own grey, by `kind` (N,); factor 1 leaves it alone."""
+    """Each image blended with black, its mean grey or its own grey, by `kind` (N,); factor 1 leaves it unchanged."""
     grey = luminance(images)
     kind = kind[:, None, None, None]
     base = (kind == _SATURATION) * grey + (kind == _CONTRAST) * grey.mean((1, 2, 3), keepdim=True)
