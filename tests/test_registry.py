@@ -49,7 +49,7 @@ def test_the_registry_needs_neither_torch_nor_the_bench() -> None:
 import sys, tbbn, tbbn.registry
 tbbn.register_method
 assert "torch" not in sys.modules and "tbbn.bench" not in sys.modules
-assert tbbn.registry.NORMS.defaults("gn") == {"groups": 16}
+assert tbbn.registry.NORMS.defaults("gn")["groups"] == 16
 assert "torch" in sys.modules and "tbbn.bench" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -65,8 +65,8 @@ def test_what_is_built_in_has_a_line_and_says_where_it_comes_from(registry: Any)
 
 def test_defaults_are_for_configs() -> None:
     assert METHODS.defaults("lucir") == {"less_forget": 5.0, "ranking": 1.0, "margin": 0.5, "top_k": 2}
-    assert NORMS.defaults("gn") == {"groups": 16}  # channels_per_group has no default: it is not set
-    assert NORMS.options("gn")["channels_per_group"].default is None
+    assert NORMS.defaults("gn") == {"groups": 16, "channels_per_group": 0}
+    assert NORMS.options("gn")["eps"].default is None  # that of the layer it replaces
     assert NORMS.defaults("brn")["momentum"] == 0.01
     assert NORMS.defaults("a plugin's that is not here") == {}
     with pytest.raises(UserError, match=r"unknown norm 'gm'.*Did you mean 'gn'"):

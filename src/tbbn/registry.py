@@ -8,7 +8,7 @@ Register something of your own with a decorator; the name then works in recipes,
 What this package brings is registered in the same way by the table's home module, which is imported when the table is first
 asked. This module itself imports neither torch nor the bench, so the config may ask it for option defaults::
 
-    NORMS.defaults("gn")     # {"groups": 16}: every option that has a default; {} for a name that is not registered
+    NORMS.defaults("gn")     # {"groups": 16, ...}: every option that has a default; {} for a name that is not registered
     METHODS.options("eeil")  # {"kd": Option(default=1.0, help="..."), ...}; an unknown name is an error
     METHODS.get("eil")       # UserError: unknown method 'eil'; ... Did you mean 'eeil'?
 

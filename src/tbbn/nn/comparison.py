@@ -57,7 +57,7 @@ class InstanceNorm(nn.GroupNorm):
 class GroupNorm(nn.GroupNorm):
     """Group norm: groups of channels of each sample by their own mean and variance (Wu and He, 2018).
 
-    ``channels_per_group`` overrides ``groups``: the released code read its number that way.
+    ``channels_per_group`` overrides ``groups`` unless it is 0: the released code read its number that way.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class GroupNorm(nn.GroupNorm):
         dtype: Any = None,
         *,
         groups: int = 16,
-        channels_per_group: int | None = None,
+        channels_per_group: int = 0,
     ) -> None:
-        if channels_per_group is not None:
+        if channels_per_group:
             check_groups("gn", channels_per_group, num_features, "channels_per_group")
             groups = num_features // channels_per_group
         check_groups("gn", groups, num_features)

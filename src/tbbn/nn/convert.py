@@ -22,26 +22,45 @@ _BALANCED = (layers.TaskBalancedBatchNorm1d, layers.TaskBalancedBatchNorm2d, lay
 _WEIGHTED = (layers.WeightedBatchNorm1d, layers.WeightedBatchNorm2d, layers.WeightedBatchNorm3d)
 _PLAN_OPTIONS = {f.name: Option(f.default) for f in fields(PlanOptions) if f.name != "kind"}
 _PLAN_OPTIONS["output_statistics"] = Option(False)
+# Unless given, these are those of the layer that is replaced.
+_SAMPLE_NORM = {"eps": Option(None), "affine": Option(None)}
+_BATCH_NORM = {**_SAMPLE_NORM, "momentum": Option(None), "track_running_stats": Option(None)}
 
 # A norm is a class for each of BatchNorm1d, 2d and 3d, or one class that replaces all three.
-NORMS.register("bn", _PLAIN, "batch norm")
-NORMS.register("in", comparison.InstanceNorm, "instance norm")
-NORMS.register("gn", comparison.GroupNorm, "group norm")
-NORMS.register(
-    "sn", comparison.SwitchableNorm, "switchable norm: a learnt mixture of instance, layer and batch statistics"
-)
-NORMS.register(
-    "brn",
-    comparison.BatchRenorm,
-    "batch renormalisation",
-    {"momentum": Option(0.01), **options_of(comparison.BatchRenorm)},  # its own, not that of the layer it replaces
-)
-NORMS.register("cn", comparison.ContinualNorm, "continual norm: group norm, then batch norm")
-NORMS.register("tbbn", _BALANCED, "task-balanced batch norm", _PLAN_OPTIONS)
-NORMS.register("adab2n", AdaptiveBalancedNorm, "adaptive balance of batch norm")
-NORMS.register(
-    "weighted", _WEIGHTED, "batch norm with one set of statistics in which every task has the same weight", {}
-)
+_Classes = type[nn.Module] | tuple[type[nn.Module], ...]
+_BUILT_IN: dict[str, tuple[_Classes, str, dict[str, Option]]] = {
+    "bn": (_PLAIN, "batch norm", _BATCH_NORM),
+    "in": (comparison.InstanceNorm, "instance norm", _SAMPLE_NORM),
+    "gn": (comparison.GroupNorm, "group norm", {**options_of(comparison.GroupNorm), **_SAMPLE_NORM}),
+    "sn": (
+        comparison.SwitchableNorm,
+        "switchable norm: a learnt mixture of instance, layer and batch statistics",
+        {**options_of(comparison.SwitchableNorm), **_BATCH_NORM},
+    ),
+    "brn": (
+        comparison.BatchRenorm,
+        "batch renormalisation",
+        {**options_of(comparison.BatchRenorm), **_BATCH_NORM, "momentum": Option(0.01)},
+    ),
+    "cn": (
+        comparison.ContinualNorm,
+        "continual norm: group norm, then batch norm",
+        {**options_of(comparison.ContinualNorm), **_BATCH_NORM},
+    ),
+    "tbbn": (_BALANCED, "task-balanced batch norm", {**_PLAN_OPTIONS, **_BATCH_NORM}),
+    "adab2n": (
+        AdaptiveBalancedNorm,
+        "adaptive balance of batch norm",
+        {**options_of(AdaptiveBalancedNorm), **_BATCH_NORM},
+    ),
+    "weighted": (
+        _WEIGHTED,
+        "batch norm with one set of statistics in which every task has the same weight",
+        _BATCH_NORM,
+    ),
+}
+for _name, (_norm, _description, _options) in _BUILT_IN.items():
+    NORMS.register(_name, _norm, _description, _options)
 
 
 def convert(module: nn.Module, norm: str = "tbbn", **options: Any) -> nn.Module:

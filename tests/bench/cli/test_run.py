@@ -105,7 +105,7 @@ def test_settings_in_every_way_of_writing_them(tmp_path: Path, capsys: Capture) 
     assert main(words) == 0
     tree = json.loads(capsys.readouterr().out)["config"]
     assert tree["data"]["name"] == "synthetic" and tree["data"]["online"] is True
-    assert tree["norm"] == {"name": "gn", "groups": 8, "affine": False}
+    assert tree["norm"] == {"name": "gn", "groups": 8, "affine": False, "channels_per_group": 0, "eps": 1e-5}
     assert tree["train"]["milestones"] == [0.4, 0.8] and tree["data"]["class_order_seed"] == -1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tbbn.bench import config as cfg
-from tbbn.bench.config import Choice, RunConfig, flatten, parse_value, protocols, read_toml, resolve, to_dict, to_toml
+from tbbn.bench.config import RunConfig, flatten, parse_value, protocols, read_toml, resolve, to_dict, to_toml
 from tbbn.bench.config.toml import tomllib
 from tbbn.errors import UserError
+from tbbn.registry import BACKBONES, METHODS, NORMS, Option, temporary
 
 
 def resolved(**settings: Any) -> RunConfig:
@@ -65,9 +67,9 @@ def test_podnet_and_afc_have_their_own_settings_in_the_paper_protocol_alone() ->
 
 def test_a_method_may_have_settings_for_one_data_set() -> None:
     config = resolved(data__name="imagenet100", protocol="paper", method__name="podnet")
-    assert config.method.dict() == {"pod_spatial": 8.0, "pod_flat": 10.0, "finetune_lr": 0.01}
+    assert str(config.method) == "podnet(finetune_lr=0.01, pod_flat=10, pod_spatial=8)"
     assert (config.batch.size, config.train.lr, config.train.epochs) == (64, 0.05, 90)
-    assert resolved(data__name="cifar100", protocol="paper", method__name="podnet").method.options == ()
+    assert resolved(data__name="cifar100", protocol="paper", method__name="podnet").method.dict()["pod_flat"] == 1.0
 
 
 def test_a_quirk_is_over_the_protocol_and_under_what_is_given() -> None:
@@ -80,10 +82,12 @@ def test_a_quirk_of_one_method_or_norm_leaves_the_others_alone() -> None:
     quirks = ["current-from-union", "no-affine", "channels-per-group", "kd-last-task-only"]
     assert resolved(quirks=quirks, method__name="eeil").batch.current_from == "union"
     assert resolved(quirks=quirks, method__name="ft").batch.current_from == "task"
-    assert resolved(quirks=quirks, norm__name="in").norm.dict() == {"affine": False}
-    assert resolved(quirks=quirks, norm__name="gn").norm.dict() == {"affine": False, "channels_per_group": 16}
-    assert resolved(quirks=quirks, norm__name="tbbn").norm.options == ()
-    assert resolved(quirks=quirks, method__name="ssil").method.dict() == {"kd_last_task_only": True}
+    assert str(resolved(quirks=quirks, norm__name="in").norm) == "in(affine=False)"
+    assert str(resolved(quirks=quirks, norm__name="gn").norm) == "gn(affine=False, channels_per_group=16)"
+    assert str(resolved(quirks=quirks, norm__name="tbbn").norm) == "tbbn"
+    assert str(resolved(quirks=quirks, method__name="ssil").method) == "ssil(kd_last_task_only=True)"
+    assert str(resolved(quirks=["skip-newest-head"], method__name="eeil").method) == "eeil(skip_newest_head=True)"
+    assert str(resolved(quirks=["unbalanced-phase"], method__name="eeil").method) == "eeil(unbalanced_phase=True)"
 
 
 def test_every_quirk_can_run() -> None:
@@ -129,18 +133,18 @@ def test_a_config_cannot_be_changed_and_is_its_own_key() -> None:
 
 def test_a_label_says_method_norm_and_their_options() -> None:
     config = resolved(norm__name="cn", norm__groups=8, method__name="eeil", method__kd=2.0)
-    assert config.label == "eeil(kd=2.0) + cn(groups=8)"
+    assert config.label == "eeil(kd=2) + cn(groups=8)"
 
 
 def test_a_label_leaves_out_the_options_that_other_settings_bring_along() -> None:
     online = resolved(data__online=True, method__name="eeil", method__kd=2.0)
-    assert online.method.dict() == {"balanced_epochs": 1, "kd": 2.0} and online.label == "eeil(kd=2.0) + bn"
+    assert str(online.method) == "eeil(balanced_epochs=1, kd=2)" and online.label == "eeil(kd=2) + bn"
     assert resolved(method__name="eeil", method__balanced_epochs=1).label == "eeil(balanced_epochs=1) + bn"
     given = resolved(data__online=True, method__name="eeil", method__balanced_epochs=3)
     assert given.label == "eeil(balanced_epochs=3) + bn"
     assert resolved(quirks=["no-affine"], norm__name="in").label == "ft + in"
     paper = resolved(data__name="imagenet100", protocol="paper", method__name="podnet", method__pod_flat=1.0)
-    assert paper.label == "podnet(pod_flat=1.0) + bn"
+    assert paper.label == "podnet(pod_flat=1) + bn"
 
 
 # TOML.
@@ -156,8 +160,7 @@ def test_options_of_a_norm_and_a_method_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[norm]\nname = "gn"\ngroups = 8\n[method]\nname = "eeil"\nkd = 0.5\n')
     config = resolve((str(file), read_toml(file)))
-    assert config.norm == Choice("gn", (("groups", 8),))
-    assert config.method == Choice("eeil", (("kd", 0.5),))
+    assert str(config.norm) == "gn(groups=8)" and str(config.method) == "eeil(kd=0.5)"
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -208,7 +211,8 @@ def test_a_config_written_as_toml_is_read_back_as_it_was(layer: dict[str, Any]) 
 
 def test_every_setting_is_written_out() -> None:
     tree = tomllib.loads(to_toml(resolve()))
-    assert set(flatten(tree)) == set(cfg.SETTINGS)
+    options = {f"{chosen.kind}.{option}" for chosen in (resolve().norm, resolve().method) for option in chosen.dict()}
+    assert set(flatten(tree)) == set(cfg.SETTINGS) | options
 
 
 def test_every_setting_explains_itself_and_accepts_its_default() -> None:
@@ -248,6 +252,132 @@ def test_the_choices_are_those_of_the_code_that_reads_them() -> None:
 def test_a_setting_says_what_is_wrong_with_a_value(accepted: dict[str, Any], good: Any, bad: Any, problem: str) -> None:
     setting = cfg.Setting("x", type(good), good, "a setting of this test", **accepted)
     assert setting.problem(good) == "" and setting.problem(bad) == problem
+
+
+# Options of norms and methods: all of them are in the config.
+
+
+def test_every_option_is_in_the_config_with_its_default() -> None:
+    config = resolved(method__name="eeil", method__kd=2, norm__name="brn", norm__r_max=2)
+    assert config.method.dict() == {
+        "balanced_epochs": 40,
+        "balanced_lr_factor": 0.01,
+        "kd": 2.0,
+        "skip_newest_head": False,
+        "temperature": 2.0,
+        "unbalanced_phase": False,
+    }
+    assert (
+        config.norm.dict() | {"d_max": 5.0, "eps_on_std": False, "momentum": 0.01, "r_max": 2.0} == config.norm.dict()
+    )
+    table = tomllib.loads(to_toml(config))
+    assert table["method"] == {"name": "eeil", **config.method.dict()}
+    assert table["norm"] == {"name": "brn", **config.norm.dict()}
+
+
+OWN = {"eps": 1e-5, "momentum": 0.1, "affine": True, "track_running_stats": True}
+NORM_OPTIONS: dict[str, dict[str, Any]] = {
+    "bn": OWN,
+    "in": {"eps": 1e-5, "affine": True},
+    "gn": {"eps": 1e-5, "affine": True, "groups": 16, "channels_per_group": 0},
+    "sn": {**OWN, "unbiased": False},
+    "brn": {**OWN, "momentum": 0.01, "r_max": 3.0, "d_max": 5.0, "eps_on_std": False},
+    "cn": {**OWN, "groups": 16},
+    "tbbn": {
+        **OWN,
+        "rule": "paper",
+        "case": 0,
+        "memory": "averaged",
+        "total_variance": False,
+        "output_statistics": False,
+    },
+    "adab2n": {**OWN, "max_tasks": 100, "kappa": 1.0, "strength": 0.1},
+    "weighted": OWN,
+}
+
+
+def test_every_option_of_every_norm_is_in_the_config() -> None:
+    assert {name: resolve(norm=name).norm.dict() for name in NORMS} == NORM_OPTIONS
+    assert all(resolve(norm=name).label == f"ft + {name}" for name in NORMS)
+
+
+def test_the_backbones_of_the_package_have_the_batch_norm_that_configs_write() -> None:
+    from torch.nn import BatchNorm2d
+
+    from tbbn.bench.models import backbone
+
+    for name in BACKBONES:
+        layers = [layer for layer in backbone(name).modules() if isinstance(layer, BatchNorm2d)]
+        assert layers and all({option: getattr(layer, option) for option in OWN} == OWN for layer in layers), name
+
+
+def test_another_backbone_keeps_the_batch_norm_it_has() -> None:
+    with temporary():
+        BACKBONES.decorator("mine")(lambda in_channels: None)
+        config = resolve(backbone="mine", norm="brn")
+        assert config.norm.dict() == {"momentum": 0.01, "r_max": 3.0, "d_max": 5.0, "eps_on_std": False}
+        given = resolve(backbone="mine", norm={"name": "tbbn", "eps": 1})
+        assert type(given.norm.dict()["eps"]) is float and given.label == "ft + tbbn(eps=1)"
+
+
+def test_configs_that_mean_the_same_are_equal_and_write_the_same_bytes() -> None:
+    short = resolved(method__name="eeil", method__kd=2)
+    long = resolved(method__name="eeil", method__temperature=2, method__kd=2.0, method__balanced_epochs=40)
+    assert short == long and hash(short) == hash(long) and to_toml(short) == to_toml(long)
+    assert str(long.method) == "eeil(kd=2)"
+
+
+def test_a_later_default_does_not_change_what_an_old_config_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = resolve(method="eeil")
+    written = tomllib.loads(to_toml(old))
+    changed = {**METHODS.options("eeil"), "kd": Option(7.0), "temperature": Option(9.0), "new": Option(3)}
+    monkeypatch.setattr(METHODS, "options", lambda name: changed)
+    now = resolve(written)
+    assert now.method.dict() == {**old.method.dict(), "new": 3}
+    assert now.label == "eeil(kd=1, temperature=2) + bn"
+    assert resolve(method="eeil").method.dict()["kd"] == 7.0
+
+
+# The config in a record of schema 2: options were written only where they were set.
+SCHEMA_2 = """
+{"protocol": "paper", "quirks": [], "seed": 0, "device": "cuda", "precision": "bf16", "autotune": false, "threads": 0,
+ "backbone": "resnet32-podnet", "norm": {"name": "tbbn"}, "method": {"name": "podnet", "pod_flat": 2.0},
+ "data": {"name": "cifar100", "root": "data", "download": true, "unreadable": "fail", "size": 0, "crop": 0, "tasks": 10,
+  "stop_after": 0, "base_classes": 0, "class_order": "seed", "class_order_seed": -1, "validation": 0.0, "online": false,
+  "stream": "auto", "test": "all"},
+ "memory": {"budget": 2000, "per_class": false, "rounding": "floor", "selection": "herding", "shrink": "truncate"},
+ "batch": {"size": 128, "ratio": "3:1", "length": "longer", "last": "drop", "forward": "joint", "current_from": "task",
+  "memory_from": "all", "augment": "shift-brightness", "evaluation": 500},
+ "train": {"epochs": 160, "lr": 0.1, "momentum": 0.9, "nesterov": false, "weight_decay": 0.0005, "schedule": "cosine",
+  "milestones": [0.5, 0.75], "gamma": 0.1, "clip_norm": 0.0, "clip_value": 5.0, "keep": "last"},
+ "save": {"tasks": "none"}}
+"""
+
+
+def test_a_config_from_before_options_were_written_is_read_with_todays_defaults() -> None:
+    old = resolve(("record", json.loads(SCHEMA_2)))
+    today = {"protocol": "paper", "data": "cifar100", "norm": "tbbn", "method": "podnet", "method.pod_flat": 2}
+    assert old == resolve(today, {"device": "cuda", "precision": "bf16", "save.tasks": "none"})
+    assert old.label == "podnet(pod_flat=2) + tbbn"
+
+
+def test_the_options_of_an_unknown_name_are_kept_as_they_are_until_its_plugin_is_there() -> None:
+    config = resolve(method={"name": "mine", "b": 2, "a": [1, [2]]}, norm={"name": "frn", "threshold": 1})
+    assert config.method.options == (("a", (1, (2,))), ("b", 2)) and config.norm.options == (("threshold", 1),)
+    assert config.label == "mine(a=(1, (2,)), b=2) + frn(threshold=1)"
+    assert resolve(tomllib.loads(to_toml(config))) == config
+    with temporary():
+        METHODS.register("mine", object(), "for this test", {"b": Option(1.0), "c": Option("x")})
+        assert cfg.complete(config).method.options == (("a", (1, (2,))), ("b", 2.0), ("c", "x"))
+        assert cfg.complete(config) == resolve(tomllib.loads(to_toml(config)))
+
+
+def test_an_option_too_large_for_a_float_is_infinite() -> None:
+    from tbbn.bench.engine.validate import check
+
+    config = resolved(method__name="eeil", method__kd=10**400)
+    with pytest.raises(UserError, match=r"eeil\.kd must be at least 0 and finite, got inf"):
+        check(config)
 
 
 # The command line's values.

@@ -5,7 +5,7 @@ file, the command line. Each layer maps dotted names (``train.epochs``) to value
 """
 
 from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, Values
-from tbbn.bench.config.resolve import check_settings, flatten, parse_value, resolve
+from tbbn.bench.config.resolve import check_settings, complete, flatten, parse_value, resolve
 from tbbn.bench.config.settings import (
     CHOICES,
     SECTIONS,
@@ -14,6 +14,8 @@ from tbbn.bench.config.settings import (
     Choice,
     DataConfig,
     MemoryConfig,
+    MethodChoice,
+    NormChoice,
     RunConfig,
     SaveConfig,
     Setting,
@@ -31,12 +33,15 @@ __all__ = [
     "Choice",
     "DataConfig",
     "MemoryConfig",
+    "MethodChoice",
+    "NormChoice",
     "RunConfig",
     "SaveConfig",
     "Setting",
     "TrainConfig",
     "Values",
     "check_settings",
+    "complete",
     "flatten",
     "parse_value",
     "read_toml",

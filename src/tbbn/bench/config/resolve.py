@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
+from tbbn.bench.config.options import default_options
 from tbbn.bench.config.protocols import Values, implied
-from tbbn.bench.config.settings import CHOICES, SECTIONS, SETTINGS, Choice, RunConfig, Setting
+from tbbn.bench.config.settings import CHOICES, SECTIONS, SETTINGS, Choice, RunConfig, Setting, inside
 from tbbn.errors import UserError, did_you_mean
 
 Layer = tuple[str, Values]
+_Choice = TypeVar("_Choice", bound=Choice)
 _LONGEST = 200  # characters of a name or a value that an error repeats
 
 
@@ -35,7 +39,7 @@ def resolve(*layers: Layer | Values, **settings: Any) -> RunConfig:
         values.get("quirks", ()),
         values.get("data.online", False),
     )
-    return _build({**below, **values})
+    return complete(_build({**below, **values}))
 
 
 def _named(layer: Layer | Values) -> Layer:
@@ -189,17 +193,36 @@ def _shown(value: Any) -> str:
 def _build(values: Values) -> RunConfig:
     made: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
     for section, kind in SECTIONS.items():
-        made[section] = kind(**_inside(values, section))
-    for choice in CHOICES:
-        own = _inside(values, choice)
-        name = own.pop("name", SETTINGS[f"{choice}.name"].default)
-        made[choice] = Choice(name, tuple(sorted((k, _hashable(v)) for k, v in own.items())))
+        made[section] = kind(**inside(values, section))
+    for section, choice in CHOICES.items():
+        options = inside(values, section)
+        name = options.pop("name", SETTINGS[f"{section}.name"].default)
+        made[section] = choice(name, tuple(sorted(options.items())))
     return RunConfig(**made)
 
 
-def _inside(values: Values, section: str) -> dict[str, Any]:
-    return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
+def complete(config: RunConfig) -> RunConfig:
+    """The config with every option of its norm and method, defaults included, each in the type of its default.
+
+    :func:`resolve` does this for the names known then. Do it again once plugins have been loaded.
+    """
+    return replace(config, norm=_completed(config.norm, config), method=_completed(config.method, config))
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+def _completed(chosen: _Choice, config: RunConfig) -> _Choice:
+    alike = default_options(chosen.kind, chosen.name)
+    given = {option: _like(alike.get(option), value) for option, value in chosen.options}
+    options = {**default_options(chosen.kind, chosen.name, backbone=config.backbone), **given}
+    return replace(chosen, options=tuple(sorted(options.items())))
+
+
+def _like(default: Any, value: Any) -> Any:
+    """Make an option's value hashable, and a whole number a float where the default is one."""
+    if isinstance(value, list | tuple):
+        return tuple(_like(None, v) for v in value)
+    if not isinstance(default, float) or type(value) is not int:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

@@ -4,9 +4,10 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
-from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, implied
+from tbbn.bench.config.options import default_options
+from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, Values, implied
 
 _FLOAT = 3.4e38  # weights are float32
 _MANY = 2**20  # a typing error beyond this would fill the memory or never end
@@ -63,17 +64,33 @@ def setting(default: Any, help: str, **accepted: Any) -> Any:
 
 @dataclass(frozen=True)
 class Choice:
-    """A norm or a method by name, and its options; which options there are, the norm or the method says."""
+    """A norm or a method by name, and its options: all of them in a config made by ``resolve``, defaults included."""
+
+    kind: ClassVar[str]
 
     name: str
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()  # sorted by name
 
     def dict(self) -> dict[str, Any]:
         return dict(self.options)
 
-    def __str__(self) -> str:
-        inside = ", ".join(f"{k}={v}" for k, v in self.options)
+    def differing(self, **defaults: Any) -> str:
+        """The name, and in brackets the options that differ from their defaults, or from those given."""
+        defaults = {**default_options(self.kind, self.name), **defaults}
+        changed = [(k, v) for k, v in self.options if k not in defaults or defaults[k] != v]
+        inside = ", ".join(f"{k}={str(v).removesuffix('.0')}" for k, v in changed)
         return f"{self.name}({inside})" if inside else self.name
+
+    def __str__(self) -> str:
+        return self.differing()
+
+
+class NormChoice(Choice):
+    kind = "norm"
+
+
+class MethodChoice(Choice):
+    kind = "method"
 
 
 @dataclass(frozen=True)
@@ -196,8 +213,8 @@ class RunConfig:
     autotune: bool = setting(False, "GPU: time cuDNN's algorithms first; faster, but not reproducible bit for bit")
     threads: int = setting(0, "CPU threads; 0 leaves the number to torch", least=0, most=1024)
     backbone: str = setting("small", "network; tbbn list backbones shows them all")
-    norm: Choice = setting(Choice("bn"), "normalisation layer; tbbn list norms shows them all")  # noqa: RUF009
-    method: Choice = setting(Choice("ft"), "method; tbbn list methods shows them all")  # noqa: RUF009
+    norm: NormChoice = setting(NormChoice("bn"), "normalisation layer; tbbn list norms shows them all")  # noqa: RUF009
+    method: MethodChoice = setting(MethodChoice("ft"), "method; tbbn list methods shows them all")  # noqa: RUF009
     data: DataConfig = field(default_factory=DataConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -208,12 +225,8 @@ class RunConfig:
     def label(self) -> str:
         """What tables and curves call the run. Leaves out options that other settings imply, as ``data.online`` does."""
         names = self.norm.name, self.method.name
-        default = implied(self.protocol, self.data.name, *names, self.quirks, self.data.online)
-
-        def shown(kind: str, chosen: Choice) -> Choice:
-            return Choice(chosen.name, tuple((k, v) for k, v in chosen.options if default.get(f"{kind}.{k}") != v))
-
-        return f"{shown('method', self.method)} + {shown('norm', self.norm)}"
+        values = implied(self.protocol, self.data.name, *names, self.quirks, self.data.online)
+        return " + ".join(chosen.differing(**inside(values, chosen.kind)) for chosen in (self.method, self.norm))
 
 
 SECTIONS: dict[str, type] = {
@@ -223,7 +236,16 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
     "save": SaveConfig,
 }
-CHOICES = ("norm", "method")
+CHOICES: dict[str, type[Choice]] = {"norm": NormChoice, "method": MethodChoice}
+
+
+def inside(values: Values, section: str) -> dict[str, Any]:
+    """The values of one section, by their names in it.
+
+    >>> inside({"seed": 1, "train.lr": 0.1}, "train")
+    {'lr': 0.1}
+    """
+    return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
 
 
 def _settings() -> Mapping[str, Setting]:

@@ -57,7 +57,7 @@ def to_toml(config: RunConfig | Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 
 def _escaped(sign: str) -> str:

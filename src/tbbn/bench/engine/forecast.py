@@ -33,7 +33,7 @@ class TaskForecast:
 
 def forecast(config: RunConfig) -> list[TaskForecast]:
     """One entry per task. Later phases of a method are not counted."""
-    check(config)
+    config = check(config)
     method = method_of(config)
     source = load_source(config)
     scenario = scenario_of(config, source)

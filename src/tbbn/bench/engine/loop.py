@@ -53,8 +53,7 @@ class Run:
     """A run in progress: ``events`` advances it. Between two events its whole state is in its attributes."""
 
     def __init__(self, config: RunConfig) -> None:
-        validate.check(config)
-        self.config = config
+        self.config = config = validate.check(config)
         self.method = setup.method_of(config)
         self.device = setup.device_of(config)
         self.source = setup.load_source(config)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tbbn.bench.config import Choice, RunConfig, check_settings
+from tbbn.bench.config import Choice, RunConfig, check_settings, complete
 from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.sampling import batch_layout
 from tbbn.bench.data.scenario import Scenario
@@ -23,10 +23,11 @@ from tbbn.nn import convert, is_balanced
 from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, NORMS
 
 
-def check(config: RunConfig) -> None:
-    """Raise for the first setting that cannot run. Loads no data."""
+def check(config: RunConfig) -> RunConfig:
+    """Raise for the first setting that cannot run. Loads plugins, but no data. Returns the config with all options of plugins."""
     check_settings(config)
     load_plugins(config)
+    config = complete(config)
     method = method_of(config)
     AUGMENTATIONS.entry(config.batch.augment)
     if BACKBONES.entry(config.backbone).origin == BUILT_IN:  # another may need the size of the images
@@ -40,6 +41,7 @@ def check(config: RunConfig) -> None:
     if config.data.online:
         _check_online(config)
     device_of(config)
+    return config
 
 
 def _check_online(config: RunConfig) -> None:

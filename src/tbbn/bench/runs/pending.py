@@ -51,8 +51,7 @@ def expand(layers: Sequence[Layer], axes: Axes, out: Path) -> list[PendingRun]:
             layer |= parse_choice("norm", norm)
         if seed is not None:
             layer["seed"] = seed
-        config = resolve(*layers, ("command line", layer))
-        check(config)
+        config = check(resolve(*layers, ("command line", layer)))
         name = re.sub(r"[^\w.=-]+", "_", f"{config.method}-{config.norm}-{config.seed}").strip("_")
         runs.append(PendingRun(config, out / name))
     if len(runs) == 1:
