@@ -170,3 +170,9 @@ def test_a_plugin_that_is_not_there(tmp_path: Path) -> None:
         load_plugin("nothing_here")
     with pytest.raises(UserError, match=r"/nothing\.py: no such file\.$"):
         load_plugin(str(tmp_path / "nothing.py"))
+
+
+def test_every_option_of_a_built_in_method_is_explained() -> None:
+    for name, entry in METHODS.describe().items():
+        for option, known in entry.options.items():
+            assert known.help and known.default is not None, f"{name}.{option}"

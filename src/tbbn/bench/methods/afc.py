@@ -17,7 +17,7 @@ from tbbn.bench.methods.base import Losses, TaskContext
 from tbbn.bench.methods.proxy import ProxyMethod
 from tbbn.bench.methods.terms import channel_distance, nca
 from tbbn.bench.models import Output
-from tbbn.registry import register_method
+from tbbn.registry import option, register_method
 
 
 def _name(stage: int) -> str:
@@ -27,9 +27,9 @@ def _name(stage: int) -> str:
 @register_method("afc", "distillation of maps weighted by the importance of their channels, PODNet's classifier")
 @dataclass(frozen=True)
 class Afc(ProxyMethod):
-    """``importance_weight`` is the authors' for CIFAR-100; for ImageNet it is 10."""
-
-    importance_weight: float = 4.0
+    importance_weight: float = option(
+        4.0, "weight of the distillation (the authors use 4 for CIFAR-100, 10 for ImageNet)"
+    )
 
     def distillation(self, output: Output, previous: Output) -> Losses:
         importance = [previous.state[_name(i)] for i in range(len(output.stages))]

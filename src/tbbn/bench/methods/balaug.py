@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tbbn.bench.methods.ft import FineTune
-from tbbn.registry import register_method
+from tbbn.registry import option, register_method
 
 
 @register_method("balaug", "fine-tuning on batches balanced by strongly augmented views of the memory")
 @dataclass(frozen=True)
 class BalancedAugmentation(FineTune):
-    """``views_per_task`` is the number of views per past task: the ratio of current to memory rows in a batch."""
-
     limits: ClassVar = {"views_per_task": (0, math.inf)}
 
-    views_per_task: int = 3
+    views_per_task: int = option(
+        3, "views of each memory row per past task: the ratio of current to memory rows in a batch"
+    )
 
     def memory_views(self, past_tasks: int) -> int:
         return max(1, self.views_per_task * past_tasks)

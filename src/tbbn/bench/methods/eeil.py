@@ -17,27 +17,25 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import cross_entropy, soft_binary_cross_entropy
 from tbbn.bench.models import Output
-from tbbn.registry import register_method
+from tbbn.registry import option, register_method
 
 
 @register_method("eeil", "distillation head by head, then a phase on class-balanced rows")
 @dataclass(frozen=True)
 class EndToEnd(Method):
-    """Two options reproduce bugs of released code.
-
-    ``skip_newest_head`` leaves the newest past head out of the first phase's distillation, so the second task has none.
-    ``unbalanced_phase`` trains the second phase on the batches of the first.
-    """
+    """``skip_newest_head`` leaves the second task without distillation in its first phase: it has one past head."""
 
     needs_previous = True
     limits: ClassVar = {"temperature": (0, math.inf)}
 
-    kd: float = 1.0
-    temperature: float = 2.0
-    balanced_epochs: int = 40
-    balanced_lr_factor: float = 0.01
-    skip_newest_head: bool = False
-    unbalanced_phase: bool = False
+    kd: float = option(1.0, "weight of the distillation")
+    temperature: float = option(2.0, "temperature of the distillation")
+    balanced_epochs: int = option(40, "epochs of the balanced phase; 0 leaves it out")
+    balanced_lr_factor: float = option(0.01, "learning rate of the balanced phase, relative to the main phase")
+    skip_newest_head: bool = option(
+        False, "bug of released code: do not distil the newest past head in the first phase"
+    )
+    unbalanced_phase: bool = option(False, "bug of released code: train the second phase on the batches of the first")
 
     def phases(self, context: TaskContext) -> tuple[Phase, ...]:
         if not context.number or not len(context.memory) or not self.balanced_epochs:

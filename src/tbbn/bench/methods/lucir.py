@@ -20,7 +20,7 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import cosine_distance, cross_entropy
 from tbbn.bench.models import CosineHead, Head, Output
-from tbbn.registry import register_method
+from tbbn.registry import option, register_method
 
 
 @register_method("lucir", "cosine classifier, feature distillation and margin ranking")
@@ -30,10 +30,10 @@ class Lucir(Method):
     last_relu = False
     limits: ClassVar = {"top_k": (0, math.inf)}
 
-    less_forget: float = 5.0
-    ranking: float = 1.0
-    margin: float = 0.5
-    top_k: int = 2
+    less_forget: float = option(5.0, "weight of the feature distillation")
+    ranking: float = option(1.0, "weight of the margin ranking")
+    margin: float = option(0.5, "margin between the cosine of the label and those of new classes")
+    top_k: int = option(2, "new classes that each row of a past class is compared with")
 
     def make_head(self, n_features: int) -> Head:
         return CosineHead(n_features)

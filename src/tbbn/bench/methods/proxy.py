@@ -19,6 +19,7 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import k_means, nca
 from tbbn.bench.models import Head, Network, Output, ProxyHead
+from tbbn.registry import option
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class ProxyMethod(Method):
     last_relu = False
     limits: ClassVar = {"n_proxies": (0, math.inf), "finetune_lr": (0, math.inf)}
 
-    n_proxies: int = 10
-    finetune_epochs: int = 20
-    finetune_lr: float = 0.05
+    n_proxies: int = option(10, "proxies per class")
+    finetune_epochs: int = option(20, "epochs of the phase that trains the classifier alone; 0 leaves it out")
+    finetune_lr: float = option(0.05, "learning rate of that phase")
 
     def make_head(self, n_features: int) -> Head:
         return ProxyHead(n_features, self.n_proxies)

@@ -17,20 +17,18 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method
 from tbbn.bench.methods.terms import cross_entropy, soft_kl
 from tbbn.bench.models import Output
-from tbbn.registry import register_method
+from tbbn.registry import option, register_method
 
 
 @register_method("ssil", "separated softmax and task-wise distillation")
 @dataclass(frozen=True)
 class SeparatedSoftmax(Method):
-    """``kd_last_task_only`` reproduces a bug of the paper's code: only the last term of the sum over k is left."""
-
     needs_previous = True
     limits: ClassVar = {"temperature": (0, math.inf)}
 
-    kd: float = 1.0
-    temperature: float = 2.0
-    kd_last_task_only: bool = False
+    kd: float = option(1.0, "weight of the distillation")
+    temperature: float = option(2.0, "temperature of the distillation")
+    kd_last_task_only: bool = option(False, "bug of the paper's code: distil the newest past task only")
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         is_new = torch.arange(batch.n_classes, device=batch.labels.device) >= batch.n_old_classes

@@ -16,7 +16,7 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, TaskContext
 from tbbn.bench.methods.terms import cross_entropy, norm_ratio, shared_distillation
 from tbbn.bench.models import Output
-from tbbn.registry import register_method
+from tbbn.registry import option, register_method
 
 
 @register_method("wa", "distillation, then new weights rescaled to the length of old ones")
@@ -25,7 +25,7 @@ class WeightAligning(Method):
     needs_previous = True
     limits: ClassVar = {"temperature": (0, math.inf)}
 
-    temperature: float = 2.0
+    temperature: float = option(2.0, "temperature of the distillation")
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         if previous is None:
