@@ -172,7 +172,9 @@ def test_a_plugin_that_is_not_there(tmp_path: Path) -> None:
         load_plugin(str(tmp_path / "nothing.py"))
 
 
-def test_every_option_of_a_built_in_method_is_explained() -> None:
-    for name, entry in METHODS.describe().items():
+@pytest.mark.parametrize("registry", [METHODS, NORMS], ids=["methods", "norms"])
+def test_every_option_that_is_built_in_is_explained(registry: Any) -> None:
+    for name, entry in registry.describe().items():
         for option, known in entry.options.items():
-            assert known.help and known.default is not None, f"{name}.{option}"
+            assert known.help, f"{name}.{option}"
+            assert known.default is not None or known.help == "as in the layer it replaces"

@@ -22,9 +22,25 @@ _BALANCED = (layers.TaskBalancedBatchNorm1d, layers.TaskBalancedBatchNorm2d, lay
 _WEIGHTED = (layers.WeightedBatchNorm1d, layers.WeightedBatchNorm2d, layers.WeightedBatchNorm3d)
 _PLAN_OPTIONS = {f.name: Option(f.default) for f in fields(PlanOptions) if f.name != "kind"}
 _PLAN_OPTIONS["output_statistics"] = Option(False)
-# Unless given, these are those of the layer that is replaced.
-_SAMPLE_NORM = {"eps": Option(None), "affine": Option(None)}
-_BATCH_NORM = {**_SAMPLE_NORM, "momentum": Option(None), "track_running_stats": Option(None)}
+_HELP = {  # a line for each option in tbbn list norms
+    "groups": "groups of channels",
+    "channels_per_group": "channels in a group, instead of groups; 0 is off",
+    "unbiased": "unbiased instance variance, as in the released code",
+    "r_max": "limit of the scale r",
+    "d_max": "limit of the shift d",
+    "eps_on_std": "add eps to the standard deviation, as the released code did",
+    "max_tasks": "tasks it can tell apart",
+    "kappa": "decay of the running rate: 1 keeps it constant, 0 is a cumulative average",
+    "strength": "weight of the penalty on the distance of batch and running statistics",
+    "rule": "number of splits: paper, current or uneven (see tbbn.splits)",
+    "case": "ablation of the paper, 1 to 4; 0 is the layer itself",
+    "memory": "memory rows: averaged over all splits, or normalised with their own",
+    "total_variance": "add the variance between splits to the running variance",
+    "output_statistics": "error of released code: running statistics of the output",
+}
+_INHERITED = Option(None, "as in the layer it replaces")
+_SAMPLE_NORM = {"eps": _INHERITED, "affine": _INHERITED}
+_BATCH_NORM = {**_SAMPLE_NORM, "momentum": _INHERITED, "track_running_stats": _INHERITED}
 
 # A norm is a class for each of BatchNorm1d, 2d and 3d, or one class that replaces all three.
 _Classes = type[nn.Module] | tuple[type[nn.Module], ...]
@@ -40,7 +56,11 @@ _BUILT_IN: dict[str, tuple[_Classes, str, dict[str, Option]]] = {
     "brn": (
         comparison.BatchRenorm,
         "batch renormalisation",
-        {**options_of(comparison.BatchRenorm), **_BATCH_NORM, "momentum": Option(0.01)},
+        {
+            **options_of(comparison.BatchRenorm),
+            **_BATCH_NORM,
+            "momentum": Option(0.01, "momentum of the running statistics"),
+        },
     ),
     "cn": (
         comparison.ContinualNorm,
@@ -60,6 +80,7 @@ _BUILT_IN: dict[str, tuple[_Classes, str, dict[str, Option]]] = {
     ),
 }
 for _name, (_norm, _description, _options) in _BUILT_IN.items():
+    _options = {option: Option(known.default, _HELP.get(option, known.help)) for option, known in _options.items()}
     NORMS.register(_name, _norm, _description, _options)
 
 

@@ -49,7 +49,9 @@ def test_the_list_of_norms_names_every_option(capsys: Capture) -> None:
 
 def test_lists_show_options_with_their_defaults(capsys: Capture) -> None:
     assert main(["list", "norms"]) == 0
-    assert "gn        group norm\n            groups=16, channels_per_group=0, eps, affine\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "gn        group norm\n            groups=16             groups of channels\n" in said
+    assert "            eps, affine           as in the layer it replaces\n" in said
     assert main(["list", "methods"]) == 0
     assert "less_forget=5.0" in capsys.readouterr().out
 

@@ -74,12 +74,12 @@ def lines(entries: Listed) -> Iterator[str]:
         shown = {
             option: option if o["default"] is None else f"{option}={o['default']}" for option, o in options.items()
         }
-        plain = [shown[option] for option, o in options.items() if not o["help"]]
-        if plain:
-            yield f"{' ' * width}    {', '.join(plain)}"
-        helped = {shown[option]: o["help"] for option, o in options.items() if o["help"]}
-        for text, line in helped.items():
-            yield f"{' ' * width}    {text.ljust(max(map(len, helped)))}  {line}"
+        by_help: dict[str, list[str]] = {}
+        for option, o in options.items():
+            by_help.setdefault(o["help"], []).append(shown[option])
+        left = {line: ", ".join(texts) for line, texts in by_help.items()}
+        for line, text in left.items():
+            yield f"{' ' * width}    {text.ljust(max(map(len, left.values())))}  {line}".rstrip()
 
 
 def doctor(root: str) -> dict[str, dict[str, Any]]:
