@@ -1,7 +1,10 @@
-"""Everything that affects a run: the settings, the two protocols, and how they become a config.
+"""The config of a run: every number that affects it.
 
-A config is made of layers, later ones over earlier ones: the settings' defaults, what suits the data set, the protocol, a TOML
-file, the command line. Each layer maps dotted names (``train.epochs``) to values.
+- ``settings.py``: every setting with its default, help, choices and limits
+- ``options.py``: defaults of the options of norms and methods
+- ``protocols.py``: defaults that depend on the data set, the protocol, quirks and online learning
+- ``resolve.py``: layers of settings to a config, later layers over earlier ones
+- ``toml.py``: configs to TOML and back
 """
 
 from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, Values

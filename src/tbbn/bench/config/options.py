@@ -1,4 +1,7 @@
-"""The options of norms and methods, defaults included: a config writes them all, so that a later default changes no old run."""
+"""Defaults of the options of norms and methods.
+
+A config has every option, so that a default that changes later does not change what an old config means.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from typing import Any
 from tbbn.registry import BACKBONES, BUILT_IN, METHODS, NORMS
 
 REGISTRIES = {"norm": NORMS, "method": METHODS}
-# A norm takes these from the batch norm it replaces. In the backbones of this package every batch norm has these values.
+# A norm takes these from the batch norm it replaces. All batch norms in the built-in backbones have these values.
 BATCH_NORM = {"eps": 1e-5, "momentum": 0.1, "affine": True, "track_running_stats": True}
 
 
 def default_options(kind: str, name: str, *, backbone: str = "small") -> dict[str, Any]:
     """Every option of a norm or method with its default.
 
-    Empty for an unknown name: a record may be read without its plugin. In a backbone of another package each batch norm may
-    have values of its own; an option that is not given then keeps them, and is not listed.
+    Empty for an unknown name, so that a record can be read without its plugin. The batch norms of a plugin's backbone may have
+    any values of ``BATCH_NORM``'s options; these options are then left out, and the values are kept.
 
     >>> default_options("method", "ssil")
     {'kd': 1.0, 'temperature': 2.0, 'kd_last_task_only': False}
@@ -23,11 +26,8 @@ def default_options(kind: str, name: str, *, backbone: str = "small") -> dict[st
     registry = REGISTRIES[kind]
     if name not in registry:
         return {}
-    own = BACKBONES.entry(backbone).origin == BUILT_IN if backbone in BACKBONES else False
-    found = {}
-    for option, known in registry.options(name).items():
-        if known.default is not None:
-            found[option] = known.default
-        elif kind == "norm" and own and option in BATCH_NORM:
-            found[option] = BATCH_NORM[option]
-    return found
+    from_layer = BATCH_NORM if backbone in BACKBONES and BACKBONES.entry(backbone).origin == BUILT_IN else {}
+    defaults = {
+        o: from_layer.get(o) if known.default is None else known.default for o, known in registry.options(name).items()
+    }
+    return {option: default for option, default in defaults.items() if default is not None}

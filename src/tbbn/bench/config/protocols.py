@@ -1,6 +1,6 @@
-"""What a config starts from, as data: what suits a data set, how the paper was trained, and the released code's errors by name.
+"""Defaults that depend on other settings, as data: of each data set, of the paper protocol, of online learning, of quirks.
 
-Each entry maps dotted names (``train.epochs``) to values; :func:`tbbn.bench.config.resolve` lays them under a run's own settings.
+Each table maps dotted names (``train.epochs``) to values. A run's own settings override them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 Values = Mapping[str, Any]
 
-# What suits a data set, whatever the protocol.
+# Each data set, under both protocols.
 _CIFAR = {
     "backbone": "resnet32",
     "memory.budget": 2000,
@@ -48,7 +48,7 @@ DATA: dict[str, Values] = {
     },
 }
 
-# How the paper was trained (protocol.md): the same for every data set but for what DATA says.
+# The paper protocol: what the authors really ran.
 PAPER: Values = {
     "data.validation": 0.1,
     "memory.rounding": "ceil",
@@ -60,13 +60,17 @@ PAPER: Values = {
     "train.keep": "best",
 }
 PAPER_DATA: dict[str, Values] = {
-    "digits": {"data.validation": 0.0, "train.keep": "last", "batch.last": "short"},  # 29 images in a validation split
+    "digits": {
+        "data.validation": 0.0,
+        "train.keep": "last",
+        "batch.last": "short",
+    },  # too few images for a validation split
     "cifar10": {"batch.augment": "padded-resized"},
     "cifar100": {"batch.augment": "padded-resized"},
     "dissimilar": {"batch.augment": "padded-resized"},
     "imagenet100": {"memory.selection": "random", "data.class_order": "icarl"},  # one order for every seed
 }
-# PODNet and AFC were run with their own programs' settings, with batches of 96 + 32.
+# PODNet and AFC ran in their own programs, here with batches of 96 + 32.
 _POD: Values = {
     "backbone": "resnet32-podnet",
     "data.validation": 0.0,
@@ -104,7 +108,7 @@ PAPER_METHOD: dict[str, Values] = {
         "method.finetune_lr": 0.02,
     },
 }
-# Online a task passes once; so, unless told otherwise, does a second phase over what was stored or held out of it.
+# Online learning passes over a task once. So does a second phase, over the rows stored or held out of the task.
 ONLINE: Values = {"train.epochs": 1, "memory.selection": "reservoir", "train.schedule": "constant"}
 ONLINE_METHOD: dict[str, Values] = {
     "eeil": {"method.balanced_epochs": 1},
@@ -117,9 +121,9 @@ PROTOCOLS = ("clean", "paper")
 
 @dataclass(frozen=True)
 class Quirk:
-    """An error of the released code: nothing but settings, so a record shows what was done.
+    """An error of the released code, expressed as settings, so that the record shows it.
 
-    Where ``norms`` or ``methods`` are named the settings are for those alone: in a sweep the others stay as they are.
+    ``norms`` and ``methods`` limit it to these: in a sweep the other norms and methods are unaffected.
     """
 
     line: str
@@ -138,21 +142,21 @@ QUIRKS: dict[str, Quirk] = {
         methods=("eeil", "lucir"),
     ),
     "whole-test-batches": Quirk(
-        "the last short batch of each task's test set is not evaluated",
+        "a short last batch of each task's test set is not evaluated",
         {"data.test": "whole-batches"},
     ),
     "no-affine": Quirk(
-        "instance and group norm have no affine map",
+        "instance norm and group norm have no affine parameters",
         {"norm.affine": False},
         norms=("in", "gn"),
     ),
     "channels-per-group": Quirk(
-        "group norm's number counts channels per group",
+        "group norm has 16 channels per group instead of 16 groups",
         {"norm.channels_per_group": 16},
         norms=("gn",),
     ),
     "kd-last-task-only": Quirk(
-        "SS-IL distils the head of the last task alone",
+        "SS-IL distils only the head of the last task",
         {"method.kd_last_task_only": True},
         methods=("ssil",),
     ),
@@ -171,10 +175,10 @@ QUIRKS: dict[str, Quirk] = {
 
 @functools.cache
 def implied(protocol: str, data: str, norm: str, method: str, quirks: tuple[str, ...], online: bool) -> Values:
-    """What these settings bring along: what suits the data set, and what protocol, quirks and a single pass ask for."""
-    below: list[Values] = [DATA.get(data.split(":")[0], {})]
+    """The defaults that follow from these settings; later tables override earlier ones."""
+    tables: list[Values] = [DATA.get(data.split(":")[0], {})]
     if protocol == "paper":
-        below += [
+        tables += [
             PAPER,
             PAPER_DATA.get(data, {}),
             PAPER_METHOD.get(method, {}),
@@ -182,7 +186,7 @@ def implied(protocol: str, data: str, norm: str, method: str, quirks: tuple[str,
         ]
     for quirk in quirks:
         if QUIRKS[quirk].applies(norm, method):
-            below.append(QUIRKS[quirk].values)
+            tables.append(QUIRKS[quirk].values)
     if online:
-        below += [ONLINE, ONLINE_METHOD.get(method, {})]
-    return {key: value for layer in below for key, value in layer.items()}
+        tables += [ONLINE, ONLINE_METHOD.get(method, {})]
+    return {key: value for layer in tables for key, value in layer.items()}

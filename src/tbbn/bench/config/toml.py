@@ -18,21 +18,31 @@ else:  # pragma: no cover
     import tomli as tomllib
 
 
+_LARGEST = 2**20  # /dev/zero never ends
+
+
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The settings in a TOML file, as dotted names."""
     try:
         with open(path, "rb") as file:
-            return flatten(tomllib.load(file))
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise UserError(f"{path}: larger than {_LARGEST} bytes, so not a config file.")
+        return flatten(tomllib.loads(content.decode()))
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file.") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a folder, not a TOML file.") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from None
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, numbers too long to read, tables too deep
         raise UserError(f"{path}: not a TOML file: {error}.") from None
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The config as nested tables, ready for TOML or JSON; :func:`flatten` and :func:`resolve` bring it back."""
+    """The config as nested tables of what TOML and JSON hold; :func:`resolve` turns them into the config again."""
     tree: dict[str, Any] = {}
     for f in fields(config):
         value = getattr(config, f.name)
@@ -46,13 +56,13 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def to_toml(config: RunConfig | Mapping[str, Any]) -> str:
-    """The config, or the tables given, as a TOML document; of a config every setting is written out."""
+    """A config, or any nested tables, as a TOML document. Of a config every setting and option is written."""
     try:
         import tomli_w
     except ImportError:
         raise UserError("writing a config needs tomli-w; pip install 'tbbn[bench]'.") from None
     text = tomli_w.dumps(to_dict(config) if isinstance(config, RunConfig) else config)
-    # All that stands between quotes may be escaped. A terminal acts on some of what TOML lets stand, such as U+202E.
+    # Such characters stand in strings only. TOML allows some that a terminal acts on, such as U+202E.
     return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
 
 

@@ -6,12 +6,13 @@ sets; the others are ours. The clean protocol and online learning follow at the 
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from tbbn.bench.config import flatten, resolve, to_dict
+from tbbn.bench.config import SETTINGS, flatten, protocols, resolve, to_dict
+from tbbn.bench.engine.validate import check
 from tbbn.bench.methods import method
 
 # The same in all of them.
@@ -157,8 +158,6 @@ DATA = list(rows(FACIL_DATA))
 
 
 def test_the_tables_have_every_data_set_and_method_that_has_settings() -> None:
-    from tbbn.bench.config import protocols
-
     assert set(protocols.DATA) == set(DATA) == set(rows(POD_DATA))
     assert {name.partition("/")[0] for name in OPTIONS} == {*FACIL_METHODS, "podnet", "afc"}
 
@@ -225,3 +224,43 @@ def test_online_a_task_passes_once_in_every_phase(name: str, second_phase: str) 
         assert (config.train.epochs, config.train.schedule, config.memory.selection) == (1, "constant", "reservoir")
         want = {**OPTIONS[name], **({second_phase: 1} if second_phase else {})}
         assert asdict(method(name, config.method.dict())) == want
+
+
+# Quirks.
+
+
+def test_a_quirk_is_over_the_protocol_and_under_what_is_given() -> None:
+    quirk = {"protocol": "paper", "quirks": ["whole-test-batches"]}
+    assert resolve(("file", quirk)).data.test == "whole-batches"
+    assert resolve(("file", {**quirk, "data.test": "all"})).data.test == "all"
+
+
+def test_a_quirk_of_one_method_or_norm_leaves_the_others_alone() -> None:
+    quirks = ["current-from-union", "no-affine", "channels-per-group", "kd-last-task-only"]
+    assert resolve(quirks=quirks, method="eeil").batch.current_from == "union"
+    assert resolve(quirks=quirks, method="lucir").batch.current_from == "union"
+    assert resolve(quirks=quirks, method="ft").batch.current_from == "task"
+    assert str(resolve(quirks=quirks, norm="in").norm) == "in(affine=False)"
+    assert str(resolve(quirks=quirks, norm="gn").norm) == "gn(affine=False, channels_per_group=16)"
+    assert str(resolve(quirks=quirks, norm="tbbn").norm) == "tbbn"
+    assert str(resolve(quirks=quirks, method="ssil").method) == "ssil(kd_last_task_only=True)"
+    assert str(resolve(quirks=["skip-newest-head"], method="eeil").method) == "eeil(skip_newest_head=True)"
+    assert str(resolve(quirks=["unbalanced-phase"], method="eeil").method) == "eeil(unbalanced_phase=True)"
+
+
+@pytest.mark.parametrize("name", sorted(protocols.QUIRKS))
+def test_every_quirk_can_run(name: str) -> None:
+    quirk = protocols.QUIRKS[name]
+    norm, method = (quirk.norms or ("bn",))[0], (quirk.methods or ("ft",))[0]
+    config = check(resolve(quirks=[name], norm=norm, method=method))
+    assert config != replace(resolve(norm=norm, method=method), quirks=(name,)), "it changes something"
+
+
+def test_every_table_names_settings_and_has_values_they_accept() -> None:
+    tables = [*protocols.DATA.values(), protocols.PAPER, *protocols.PAPER_DATA.values()]
+    tables += [*protocols.PAPER_METHOD.values(), *(quirk.values for quirk in protocols.QUIRKS.values())]
+    for table in tables:
+        for key, value in table.items():
+            assert key in SETTINGS or key.startswith(("norm.", "method.")), key
+            if key in SETTINGS:
+                resolve(("table", {key: value}))  # of the right type and within its limits

@@ -1,0 +1,88 @@
+"""A config that cannot run is refused in one line before anything is done; the recipes of the package can run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tbbn.bench.config import read_toml, resolve
+from tbbn.bench.engine.validate import check
+from tbbn.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("layer", "line"),
+    [
+        ({"backbone": "resnet31"}, r"unknown backbone 'resnet31'; .*Did you mean 'resnet3\d'\?"),
+        ({"norm.name": "tbn"}, r"unknown norm 'tbn'; .*Did you mean 'tbbn'\?"),
+        ({"norm.name": "gn", "norm.group": 8}, r"unknown option of norm 'gn': 'group'; .*Did you mean 'groups'\?"),
+        ({"norm.name": "gn", "norm.groups": 7}, r"gn: groups=7 does not divide 32 channels"),
+        ({"norm.name": "gn", "norm.groups": "x"}, r"^norm gn\(groups=x\): an option has a value of the wrong type"),
+        ({"norm.groups": 8}, r"unknown option of norm 'bn': 'groups'"),
+        ({"method.name": "eil"}, r"unknown method 'eil'; .*Did you mean 'eeil'\?"),
+        ({"method.name": "eeil", "method.kdd": 1}, r"unknown option of method 'eeil': 'kdd'; .*Did you mean 'kd'\?"),
+        ({"method.kd": 1}, r"'ft' takes no options, got 'kd'"),
+        ({"batch.augment": "shft"}, r"unknown augmentation 'shft'; .*Did you mean 'shift'\?"),
+        ({"batch.length": "long"}, r"batch\.length must be .* or .*, got 'long'\. Did you mean 'longer'\?"),
+        ({"batch.last": "keep"}, r"batch\.last must be short or drop, got 'keep'"),
+        (
+            {"batch.forward": "seperate"},
+            r"batch\.forward must be joint or separate, got 'seperate'\. Did you mean 'separate'\?",
+        ),
+        ({"batch.current_from": "memory"}, r"batch\.current_from must be task or union, got 'memory'"),
+        ({"data.test": "al"}, r"data\.test must be all or whole-batches, got 'al'\. Did you mean 'all'\?"),
+        ({"train.schedule": "cosin"}, r"train\.schedule must be .* or .*, got 'cosin'\. Did you mean 'cosine'\?"),
+        ({"train.keep": "first"}, r"train\.keep must be last or best, got 'first'"),
+        ({"precision": "fp64"}, r"precision must be fp32, tf32 or bf16, got 'fp64'"),
+        ({"memory.rounding": "up"}, r"memory\.rounding must be floor or ceil, got 'up'"),
+        ({"memory.selection": "herd"}, r"memory\.selection must be .* or .*, got 'herd'\. Did you mean 'herding'\?"),
+        ({"memory.budget": -1}, r"memory\.budget must be at least 0, got -1"),
+        ({"batch.ratio": "3/1"}, r"batch\.ratio must be two whole numbers such as '3:1', got '3/1'"),
+        ({"batch.ratio": "3:0"}, r"both parts of the ratio must be at least 1, got 3:0"),
+        ({"train.epochs": 0}, r"train\.epochs must be at least 1, got 0"),
+        ({"data.tasks": 0}, r"data\.tasks must be at least 1, got 0"),
+        ({"batch.size": 1}, r"batch\.size must be at least 2, got 1"),
+        ({"batch.evaluation": 0}, r"batch\.evaluation must be at least 1"),
+        ({"seed": -1}, r"seed must be at least 0, got -1"),
+        ({"threads": -1}, r"threads must be at least 0"),
+        ({"train.momentum": -0.5}, r"train\.momentum must be at least 0, got -0\.5"),
+        ({"train.weight_decay": float("inf")}, r"train\.weight_decay must be at most 3\.4e\+38, got inf"),
+        ({"train.lr": 0.0}, r"train\.lr must be positive, got 0\.0"),
+        ({"train.lr": float("nan")}, r"train\.lr must be positive, got nan"),
+        ({"train.gamma": -1.0}, r"train\.gamma must be positive"),
+        ({"train.milestones": [80.0, 120.0]}, r"train\.milestones entries must be at most 1, got \[80"),
+        ({"train.nesterov": True, "train.momentum": 0.0}, r"train\.nesterov needs a momentum"),
+        ({"train.keep": "best"}, r"train\.keep = 'best' needs a validation split"),
+        ({"data.online": True, "train.epochs": 2}, r"data\.online passes over each task once; .*got 2"),
+        ({"data.online": True, "memory.selection": "random"}, r"data\.online needs memory\.selection = 'reservoir'"),
+        ({"data.online": True, "batch.current_from": "union"}, r"data\.online needs batch\.current_from = 'task'"),
+        ({"batch.memory_from": "old"}, r"batch\.memory_from must be all or past, got 'old'"),
+        ({"save.tasks": "some"}, r"save\.tasks must be small, all or none, got 'some'"),
+        (
+            {"device": "gpu"},
+            r"unknown device 'gpu'; use 'cuda' for a GPU, 'cpu' or 'auto'\.",
+        ),
+    ],
+)
+def test_what_cannot_run_is_one_line_before_anything_is_done(layer: dict[str, Any], line: str) -> None:
+
+    with pytest.raises(UserError, match=line) as caught:
+        check(resolve(("here", layer)))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_recipes_of_the_package_can_run() -> None:
+    from tbbn.bench.runs.recipe import parse_choice
+    from tbbn.paper import describe, recipes
+
+    assert "demo" in recipes()
+    for path in recipes().values():
+        values = read_toml(path)
+        sweep = {key: values.pop(key) for key in list(values) if key.startswith("sweep.")}
+        assert describe(path)
+        for method in sweep.get("sweep.methods", ["ft"]):
+            for norm in sweep.get("sweep.norms", ["bn"]):
+                check(
+                    resolve((str(path), values), ("axes", parse_choice("method", method) | parse_choice("norm", norm)))
+                )

@@ -1,0 +1,60 @@
+"""What each setting says about itself: help, choices, limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tbbn.bench import config as cfg
+from tbbn.bench.config import resolve
+from tbbn.errors import UserError
+
+
+def test_every_setting_explains_itself_and_accepts_its_default() -> None:
+    for name, setting in cfg.SETTINGS.items():
+        assert len(setting.help) > 5 and setting.name == name, name
+        assert setting.problem(setting.default) == "", name
+    assert cfg.SETTINGS["seed"].line == "seed of all random numbers"
+    assert cfg.SETTINGS["train.keep"].line.endswith(" (last, best)")
+
+
+def test_the_choices_are_those_of_the_code_that_reads_them() -> None:
+    from tbbn.bench.data import device, loading, memory, sampling, selection
+
+    choices = {name: set(setting.choices) for name, setting in cfg.SETTINGS.items()}
+    assert choices["batch.length"] == set(sampling.EPOCH_LENGTHS) and choices["batch.last"] == set(
+        sampling.LAST_BATCHES
+    )
+    assert choices["memory.rounding"] == set(memory.ROUNDINGS) and choices["memory.shrink"] == set(memory.SHRINKS)
+    assert choices["memory.selection"] == set(selection.SELECTIONS)
+    assert choices["data.stream"] == set(device.STREAMING) and choices["data.unreadable"] == set(loading.UNREADABLE)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "good", "bad", "problem"),
+    [
+        ({"above": 0}, 1e-300, 0.0, "must be positive"),
+        ({"above": 2}, 2.1, 2, "must be above 2"),
+        ({"least": 1}, 1, 0, "must be at least 1"),
+        ({"most": 4}, 4, 5, "must be at most 4"),
+        ({"below": 1}, 0.99, 1.0, "must be below 1"),
+        ({"least": 0}, 0.0, float("nan"), "must be at least 0"),
+        ({"least": 0, "most": 1}, (0.0, 1.0), (0.5, 80.0), "entries must be at most 1"),
+        ({"choices": ("a", "b")}, "b", "c", "must be a or b"),
+        ({"choices": ("a", "b")}, (), ("a", "c"), "entries must be a or b"),
+    ],
+)
+def test_a_setting_says_what_is_wrong_with_a_value(accepted: dict[str, Any], good: Any, bad: Any, problem: str) -> None:
+    setting = cfg.Setting("x", type(good), good, "a setting of this test", **accepted)
+    assert setting.problem(good) == "" and setting.problem(bad) == problem
+
+
+def test_a_config_changed_by_hand_is_checked_by_the_same_limits() -> None:
+    config = resolve()
+    cfg.check_settings(config)
+    with pytest.raises(UserError, match=r"^train\.lr must be positive, got -1\.0\.$"):
+        cfg.check_settings(replace(config, train=replace(config.train, lr=-1.0)))
+    with pytest.raises(UserError, match=r"^precision must be fp32, tf32 or bf16, got 'fp64'\. Did you mean"):
+        cfg.check_settings(replace(config, precision="fp64"))
