@@ -43,7 +43,7 @@ def fake_cifar(n_train: int, n_test: int) -> Source:
         return Split(images, torch.arange(n) % CLASSES)
 
     stats = (0.5, 0.5, 0.5)
-    return Source("fake", split(n_train), split(n_test), tuple(map(str, range(CLASSES))), (0,) * CLASSES, stats, stats)
+    return Source("fake", split(n_train), split(n_test), tuple(map(str, range(CLASSES))), stats, stats)
 
 
 def config(threads: int) -> RunConfig:

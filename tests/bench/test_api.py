@@ -168,7 +168,7 @@ def test_data_may_be_arrays_or_datasets(capsys: pytest.CaptureFixture[str]) -> N
     gc.collect()
     (loaded,) = tbbn.load("kept")
     assert loaded.network()(torch.from_numpy(IMAGES)[:, None]).shape == (48, 4)  # needs no data
-    with pytest.raises(UserError, match=f"'{name}' was given in memory and is not there any more; pass the same data"):
+    with pytest.raises(UserError, match=f"'{name}' was passed in memory and is gone; pass the same data"):
         tbbn.run(**{**ARRAYS, "data": name})
     assert tbbn.run(**ARRAYS, out="kept")[0].accuracy == loaded.accuracy
 

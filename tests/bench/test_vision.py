@@ -72,6 +72,6 @@ def test_a_torchvision_that_cannot_be_imported_is_one_line(monkeypatch: pytest.M
 
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     monkeypatch.setattr(vision.importlib, "import_module", broken)
-    with pytest.raises(UserError, match=f"beside torch {torch.__version__}".replace("+", r"\+")) as caught:
+    with pytest.raises(UserError, match=f"with torch {torch.__version__}".replace("+", r"\+")) as caught:
         vision.torchvision()
     assert "\n" not in str(caught.value)

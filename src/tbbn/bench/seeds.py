@@ -1,4 +1,4 @@
-"""One seed expands into named random streams: a draw depends on seed and name, never on what was drawn before."""
+"""Named random streams from one seed: a draw depends on seed and name, never on what was drawn before."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """A 63-bit seed for the draws called `names`, a pure function of `seed` and `names`.
+    """A 63-bit seed for the stream `names`, a pure function of `seed` and `names`.
 
-    A purpose with its task, phase and epoch names a stream, so no generator state has to be saved to resume a run.
-    The names "1" and 1 differ.
+    A stream is named by its purpose, task, phase and epoch, so resuming a run needs no saved generator state. The names
+    "1" and 1 differ.
 
     >>> derive(0, "batches", 3) == derive(0, "batches", 3) != derive(0, "batches", 4)
     True
@@ -24,5 +24,5 @@ def derive(seed: int, *names: str | int) -> int:
 
 
 def generator(seed: int, *names: str | int) -> torch.Generator:
-    """A CPU generator for the draws called `names`; torch's CPU generator takes the low 32 bits of `derive`."""
+    """A CPU generator for the stream `names`; torch's CPU generator uses the low 32 bits of `derive`."""
     return torch.Generator().manual_seed(derive(seed, *names))

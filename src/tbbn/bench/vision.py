@@ -1,4 +1,4 @@
-"""torchvision, imported only where it is needed and also where its compiled ops do not fit the torch beside it."""
+"""Import torchvision on demand, even if its compiled ops do not match the installed torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from tbbn.errors import UserError
 
-# The ops that torchvision attaches shape functions to while it is imported. Without them the import fails, though
-# models, transforms and data sets never call them.
+# Importing torchvision registers shape functions for these ops and fails if they are missing, although models,
+# transforms and data sets never call them.
 _OPS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -21,34 +21,34 @@ _OPS = {
 
 
 def torchvision() -> ModuleType:
-    """The torchvision module, with `models`, `transforms.v2` and `datasets` importable from it afterwards.
+    """The torchvision module; `models`, `transforms.v2` and `datasets` can be imported afterwards.
 
-    A torchvision wheel built for CUDA cannot load its library beside a CPU torch, and then stops at
-    `operator torchvision::nms does not exist`. Declaring the missing ops lets everything written in Python work; a call
-    of such an op still raises torchvision's own error.
+    A torchvision built for CUDA cannot load its library next to a CPU-only torch, and its import fails with
+    `operator torchvision::nms does not exist`. Declaring the missing ops makes everything written in Python work; calling
+    such an op still raises torchvision's own error.
     """
     if "torchvision" in sys.modules:
         return sys.modules["torchvision"]
     spec = importlib.util.find_spec("torchvision")
     if spec is None:
-        raise UserError("torchvision is required here but not installed; pip install torchvision")
+        raise UserError("torchvision is required but not installed; pip install torchvision")
     _declare_missing_ops([Path(place) for place in spec.submodule_search_locations or ()])
     try:
         return importlib.import_module("torchvision")
     except (ImportError, RuntimeError, AttributeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"torchvision does not import beside torch {torch.__version__} ({reason[0]}); "
+            f"torchvision cannot be imported with torch {torch.__version__} ({reason[0]}); "
             "install the torchvision built for this torch"
         ) from error
 
 
 def _declare_missing_ops(places: list[Path]) -> None:
-    """Declare the ops of `_OPS` that torchvision's library does not bring."""
+    """Declare the ops of `_OPS` that torchvision's library does not define."""
     for place in places:
         for library in sorted([*place.glob("_C*.so"), *place.glob("_C*.pyd")]):
             try:
-                # A second load of the same library, by torchvision itself, is a no-op.
+                # torchvision itself will load it again, which is a no-op.
                 torch.ops.load_library(str(library))
             except (ImportError, OSError):
                 continue

@@ -200,7 +200,7 @@ def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: py
         labels = torch.arange(100).repeat_interleave(n_each)
         return Split(torch.zeros(1, 3, 32, 32, dtype=torch.uint8).expand(len(labels), -1, -1, -1), labels)
 
-    fake = Source("cifar100", split(500), split(100), tuple(map(str, range(100))), (0,) * 100, (0.5,) * 3, (0.5,) * 3)
+    fake = Source("cifar100", split(500), split(100), tuple(map(str, range(100))), (0.5,) * 3, (0.5,) * 3)
     monkeypatch.setattr(loading, "load", lambda *_, **__: fake)
     assert main(["run", "--data", "cifar100", "--protocol", "paper", "--norm", "tbbn", "--dry-run", "--json"]) == 0
     forecast = json.loads(capsys.readouterr().out)

@@ -184,10 +184,10 @@ def test_a_damaged_archive_is_one_line_and_leaves_nothing(
 
 def test_an_archive_of_something_else_says_what_is_missing(tmp_path: Path) -> None:
     tar(tmp_path / "cifar-10-python.tar.gz", {"cifar-10-batches-py/data_batch_1": b"x"})
-    with pytest.raises(UserError, match=r"cifar-10-python.tar.gz: does not hold cifar-10-batches-py/data_batch_2"):
+    with pytest.raises(UserError, match=r"cifar-10-python.tar.gz: does not contain cifar-10-batches-py/data_batch_2"):
         load("cifar10", tmp_path, download=False)
     tar(tmp_path / "cifar-10-python.tar.gz", {"other/file": b"x"})
-    with pytest.raises(UserError, match=r"cifar-10-python.tar.gz: does not hold cifar-10-batches-py/;"):
+    with pytest.raises(UserError, match=r"cifar-10-python.tar.gz: does not contain cifar-10-batches-py/;"):
         load("cifar10", tmp_path, download=False)
     assert everything(tmp_path) == ["cifar-10-python.tar.gz"]
 
@@ -195,7 +195,7 @@ def test_an_archive_of_something_else_says_what_is_missing(tmp_path: Path) -> No
 def test_an_archive_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tar(tmp_path / "cifar-10-python.tar.gz", cifar10_files())
     monkeypatch.setattr(archives.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
-    with pytest.raises(UserError, match=r"unpacks to \d+ bytes, more than are free under"):
+    with pytest.raises(UserError, match=r"needs \d+ bytes unpacked, more than are free under"):
         load("cifar10", tmp_path, download=False)
 
 

@@ -103,7 +103,7 @@ def test_labels_become_ids_in_sorted_order() -> None:
         ((IMAGES[0, 0], LABELS), r"images must be \(N, H, W\), .* got \(6, 5\)"),
         ((IMAGES.astype(np.int64), LABELS), r"uint8, or floats in \[0, 1\], got torch.int64 from 0 to 255"),
         ((IMAGES * 2.0, LABELS), "from 0 to 510"),
-        ((IMAGES, LABELS / 2), "labels must be whole numbers or text, got 0.0"),
+        ((IMAGES, LABELS / 2), "labels must be integers or text, got 0.0"),
         ((PAIR, (IMAGES[:1], [9])), "test images of class '9', which has no training images"),
         ((IMAGES[:4], [0, 1, 2, 3]), "no test images"),
         (Rows([]), "no images"),
@@ -129,7 +129,7 @@ def test_what_was_given_has_a_name_while_somebody_holds_it() -> None:
     name = source.name
     del source, loaded
     gc.collect()
-    with pytest.raises(UserError, match=rf"'{name}' was given in memory and is not there any more; pass the same data"):
+    with pytest.raises(UserError, match=rf"'{name}' was passed in memory and is gone; pass the same data"):
         load(name)
 
 

@@ -182,9 +182,9 @@ def test_icarl_order_needs_100_classes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_tasks": 12}, "12 tasks do not spread equally over 5 data sets; use a multiple of 5"),
+        ({"n_tasks": 12}, "12 tasks cannot be shared equally by 5 data sets; use a multiple of 5"),
         ({"n_tasks": 15}, "data set 0 has 10 classes, .* 3 equal tasks; use n_tasks 5, 10, 25, 50"),
-        ({"n_tasks": 10, "base_classes": 10}, "base_classes does not apply to a source of several data sets"),
+        ({"n_tasks": 10, "base_classes": 10}, "base_classes does not apply to a sequence of data sets"),
         ({"n_tasks": 10, "class_order": "sed"}, "unknown class order 'sed'"),
     ],
 )
@@ -196,11 +196,11 @@ def test_impossible_scenarios_of_several_data_sets_say_what_would_work(options, 
 def test_bad_sources_are_refused():
     source = make_source(n_classes=4)
     source.train.labels[0] = 4
-    with pytest.raises(UserError, match=r"toy train labels must lie in 0\.\.3, got 0\.\.4"):
+    with pytest.raises(UserError, match=r"toy train labels must be in 0\.\.3, got 0\.\.4"):
         make_scenario(source, n_tasks=2)
     source = make_source(n_classes=4)
     source.test.labels[0] = -1
-    with pytest.raises(UserError, match=r"toy test labels must lie in 0\.\.3, got -1\.\.3"):
+    with pytest.raises(UserError, match=r"toy test labels must be in 0\.\.3, got -1\.\.3"):
         make_scenario(source, n_tasks=2)
     source = make_source(n_classes=4)
     source.train.labels[source.train.labels == 2] = 1

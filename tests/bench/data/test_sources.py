@@ -108,7 +108,7 @@ def test_size_resizes_as_pil_does(name: str, size: int) -> None:
 
 def test_a_folder_may_have_a_plus_in_its_name(tmp_path: Path) -> None:
     write_images(tmp_path / "a+b")
-    assert load(f"folder:{tmp_path}/a+b").groups == (0, 0)
+    assert load(f"folder:{tmp_path}/a+b").classes == ("a", "b")
 
 
 def test_found_looks_for_paths(tmp_path: Path) -> None:

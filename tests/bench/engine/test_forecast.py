@@ -24,7 +24,7 @@ def cifar(*_: Any, **__: Any) -> Source:
         return Split(torch.zeros(1, 3, 32, 32, dtype=torch.uint8).expand(len(labels), -1, -1, -1), labels)
 
     stats = (0.5, 0.5, 0.5)
-    return Source("cifar100", split(500), split(100), tuple(map(str, range(100))), (0,) * 100, stats, stats)
+    return Source("cifar100", split(500), split(100), tuple(map(str, range(100))), stats, stats)
 
 
 @pytest.fixture(autouse=True)

@@ -100,7 +100,7 @@ def _load_sequence(name: str, names: list[str] | tuple[str, ...], arguments: dic
     classes = tuple(f"{source.name}/{label}" for source in sources for label in source.classes)
     groups = tuple(i for i, source in enumerate(sources) for _ in source.classes)
     skipped = tuple(file for source in sources for file in source.skipped)
-    return Source(name, splits[0], splits[1], classes, groups, *_SEQUENCE_STATS, skipped)
+    return Source(name, splits[0], splits[1], classes, *_SEQUENCE_STATS, groups, skipped)
 
 
 def _dissimilar(

@@ -1,4 +1,4 @@
-"""A scenario cuts a source into tasks: which classes arrive when, and which rows train, validate and test each task."""
+"""A scenario splits a source into tasks: which classes arrive when, and which rows train, validate and test each task."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ICARL_SEED = 1993
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One task: its classes in arrival order, and the rows of the source that belong to it, ascending."""
+    """A task: its classes in arrival order, and its rows of the source, ascending."""
 
     number: int  # 0-based
     classes: range  # arrival-order ids
@@ -35,7 +35,7 @@ class Task:
 class Scenario:
     """The tasks in order, and every label of the source mapped to arrival order."""
 
-    class_order: tuple[int, ...]  # original ids by arrival
+    class_order: tuple[int, ...]  # original class ids in order of arrival
     tasks: tuple[Task, ...]
     train_labels: Tensor  # (N_train,) int64, arrival order
     test_labels: Tensor  # (N_test,) int64, arrival order
@@ -62,18 +62,20 @@ def make_scenario(
 ) -> Scenario:
     """Split `source` into `n_tasks` tasks of disjoint classes; every image belongs to exactly one task.
 
-    Tasks are equal, or `base_classes` come first and the rest is split equally over the other tasks. A source made of
-    several data sets gives each the same number of tasks, permutes classes inside each set and then shuffles the order
-    of the tasks. `class_order` is "seed" (a permutation by `class_order_seed`), "natural", "icarl" (the order of
-    iCaRL, 100 classes) or a list of original ids, which is cut as it stands. `validation` is the fraction of each
-    class's training rows held out; the draw depends on `seed` alone, so it is the same whatever the class order.
+    All tasks have equally many classes; with `base_classes`, the first task has these and the others share the rest
+    equally. `class_order` is "seed" (a permutation by `class_order_seed`), "natural", "icarl" (the order of iCaRL, for 100
+    classes), or a list of original ids. In a sequence of data sets each set becomes equally many tasks; classes are
+    permuted within each set, then the tasks are shuffled. A given list of ids, or "icarl", ignores the sets.
+
+    `validation` is the fraction of each class's training rows that is held out. The draw depends on `seed` only, not on the
+    class order.
     """
     n_classes = len(source.classes)
     _check_arguments(n_tasks, base_classes, class_order_seed, validation)
     groups = [int(group) for group in source.groups]
     if len(set(groups)) > 1 and isinstance(class_order, str) and class_order != "icarl":
         if base_classes:
-            raise UserError("scenario: base_classes does not apply to a source of several data sets; set it to 0")
+            raise UserError("scenario: base_classes does not apply to a sequence of data sets; set it to 0")
         tasks = _tasks_of_groups(groups, n_tasks, class_order, class_order_seed)
     else:
         order = _class_order(class_order, n_classes, class_order_seed)
@@ -93,7 +95,7 @@ def _check_arguments(n_tasks: int, base_classes: int, class_order_seed: int, val
 
 
 def _task_sizes(n_classes: int, n_tasks: int, base_classes: int) -> list[int]:
-    """The classes of each task, or the error that names the numbers of tasks that would work."""
+    """The number of classes of each task; the error names the numbers of tasks that work."""
     if not base_classes:
         if n_classes % n_tasks:
             fitting = ", ".join(map(str, _divisors(n_classes)))
@@ -116,7 +118,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _class_order(class_order: str | Sequence[int], n_classes: int, class_order_seed: int) -> list[int]:
-    """Original class ids by arrival."""
+    """Original class ids in order of arrival."""
     natural = list(range(n_classes))
     if not isinstance(class_order, str):
         given = [int(original) for original in class_order]
@@ -138,13 +140,13 @@ def _class_order(class_order: str | Sequence[int], n_classes: int, class_order_s
 
 
 def _tasks_of_groups(groups: list[int], n_tasks: int, class_order: str, class_order_seed: int) -> list[list[int]]:
-    """The original classes of each task where every data set of the source gives equally many tasks."""
+    """The original classes of each task of a sequence of data sets, which all become equally many tasks."""
     if class_order not in CLASS_ORDERS:
         raise unknown_name("class order", class_order, CLASS_ORDERS)
     names = sorted(set(groups))
     if n_tasks % len(names):
         raise UserError(
-            f"scenario: {n_tasks} tasks do not spread equally over {len(names)} data sets; "
+            f"scenario: {n_tasks} tasks cannot be shared equally by {len(names)} data sets; "
             f"use a multiple of {len(names)}"
         )
     members = [[original for original, group in enumerate(groups) if group == name] for name in names]
@@ -158,16 +160,16 @@ def _tasks_of_groups(groups: list[int], n_tasks: int, class_order: str, class_or
             )
     if class_order == "natural":
         return [task for classes in members for task in _cut(classes, [len(classes) // per_group] * per_group)]
-    # The places of the tasks are shuffled last by the same stream, so classes keep their order whatever their places.
-    *members, places = _shuffled([*members, list(range(n_tasks))], class_order_seed)
+    # The order of the tasks is shuffled last, from the same stream, so it does not affect the order of the classes.
+    *members, order = _shuffled([*members, list(range(n_tasks))], class_order_seed)
     tasks = [task for classes in members for task in _cut(classes, [len(classes) // per_group] * per_group)]
-    return [tasks[place] for place in places]
+    return [tasks[i] for i in order]
 
 
 def _shuffled(lists: list[list[int]], seed: int) -> list[list[int]]:
     """The lists, shuffled one after the other by numpy's legacy generator.
 
-    Published class orders come from it, and numpy guarantees that it never changes.
+    Published class orders were made with it, and numpy guarantees that it never changes.
     """
     from numpy.random import RandomState
 
@@ -210,7 +212,7 @@ def _arrival_labels(labels: Tensor, class_order: tuple[int, ...], owner: str) ->
     n_classes = len(class_order)
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < n_classes:
         raise UserError(
-            f"scenario: {owner} labels must lie in 0..{n_classes - 1}, got {int(labels.min())}..{int(labels.max())}"
+            f"scenario: {owner} labels must be in 0..{n_classes - 1}, got {int(labels.min())}..{int(labels.max())}"
         )
     arrival = torch.empty(n_classes, dtype=torch.int64)
     arrival[list(class_order)] = torch.arange(n_classes)
@@ -218,12 +220,12 @@ def _arrival_labels(labels: Tensor, class_order: tuple[int, ...], owner: str) ->
 
 
 def _held_out(labels: Tensor, fraction: float, seed: int) -> Tensor:
-    """True for the validation rows: of each class the rounded fraction, drawn without regard to the class order."""
+    """True for the validation rows: the rounded fraction of each class, drawn independently of the class order."""
     draw = torch.rand(len(labels), generator=seeds.generator(seed, "validation"), dtype=torch.float64)
     original = labels.long().cpu()
     order, rank = rank_in_class(draw, original)
     counts = torch.bincount(original)
-    # A class always keeps one training row, however small it is.
+    # Every class keeps at least one training row.
     n_validation = (counts.double() * fraction + 0.5).floor().long().minimum(counts - 1)
     mask = torch.zeros(len(labels), dtype=torch.bool)
     mask[order] = rank < n_validation[original[order]]

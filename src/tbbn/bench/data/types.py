@@ -32,18 +32,15 @@ class Listing:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A whole data set: both splits, the class names in the order of their ids, and channel statistics in [0, 1].
-
-    `groups` holds for each class the position of its data set in a sequence of several; all 0 otherwise.
-    """
+    """A whole data set: both splits, the class names in the order of their ids, and channel statistics in [0, 1]."""
 
     name: str
     train: Split
     test: Split
     classes: tuple[str, ...]
-    groups: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    groups: tuple[int, ...] = ()  # in a sequence of data sets, the position of each class's data set
     skipped: tuple[str, ...] = ()  # unreadable image files that were left out
 
 

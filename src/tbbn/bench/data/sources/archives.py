@@ -1,8 +1,8 @@
-"""Archives as they are published, unpacked beside themselves.
+"""Unpack published archives safely.
 
-No member of an archive can write anywhere but under the folder it is unpacked into: names that lead elsewhere, links and
-devices refuse the whole archive before a byte is written. The content arrives in a folder of its own and is renamed into its
-place when all of it is there, so that an archive that breaks off leaves nothing.
+Nothing is written outside the target folder: an archive with a link, a device or a name that leads elsewhere is refused
+before anything is written. Files are unpacked into a temporary folder, which is renamed at the end, so a truncated archive
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tbbn.errors import UserError
 
 @dataclass(frozen=True)
 class Member:
-    """A file in an archive: where it wants to lie, its length, and its content."""
+    """A file in an archive: its path, its size and how to open it."""
 
     path: PurePosixPath
     size: int
@@ -31,11 +31,11 @@ class Member:
 
 
 def unpack(archive: Path, root: Path, folder: str, wanted: Sequence[str] = ()) -> None:
-    """Unpack `folder/` of an archive (.tar, .tar.gz, .zip ...) into `root`; what else it holds is left out.
+    """Unpack `folder/` of an archive (.tar, .tar.gz, .zip ...) into `root`, and nothing else of it.
 
-    The paths `wanted` must be among what it holds.
+    The archive must contain the paths `wanted`.
     """
-    arriving = root / f".{folder}.{os.getpid()}"
+    temporary = root / f".{folder}.{os.getpid()}"
     try:
         with _members(archive) as found:
             members = [member for member in found if member.path.parts[0] == folder]
@@ -43,43 +43,43 @@ def unpack(archive: Path, root: Path, folder: str, wanted: Sequence[str] = ()) -
             missing = [path for path in wanted if path not in held] if held else [f"{folder}/"]
             if missing:
                 raise UserError(
-                    f"{archive}: does not hold {missing[0]}; replace it by the published file, or delete it"
+                    f"{archive}: does not contain {missing[0]}; replace it with the published file, or delete it"
                 )
             needed = sum(member.size for member in members)
             if needed > shutil.disk_usage(root).free:
-                raise UserError(f"{archive}: unpacks to {needed} bytes, more than are free under {root}")
+                raise UserError(f"{archive}: needs {needed} bytes unpacked, more than are free under {root}")
             for member in members:
-                target = arriving / member.path
+                target = temporary / member.path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with member.open() as source, target.open("xb") as file:
                     shutil.copyfileobj(source, file)
-        _settle(arriving / folder, root / folder)
+        _move(temporary / folder, root / folder)
     except UserError:
         raise
-    except Exception as error:  # zlib, tarfile and zipfile each raise what they stumble over
+    except Exception as error:  # zlib, tarfile and zipfile raise all kinds
         if isinstance(error, OSError) and error.filename is not None and Path(error.filename) != archive:
-            raise  # the disk's fault, not the archive's
+            raise  # about another file: not the archive's fault
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{archive}: cannot be unpacked ({reason}); delete it and try again") from error
     finally:
-        shutil.rmtree(arriving, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _settle(arrived: Path, place: Path) -> None:
-    """Move the whole folder; into one that is already there, file by file, over older ones."""
-    if not place.exists():
-        arrived.replace(place)
+def _move(source: Path, dest: Path) -> None:
+    """Rename the folder; if `dest` exists, move file by file and replace existing files."""
+    if not dest.exists():
+        source.replace(dest)
         return
-    for file in sorted(arrived.rglob("*")):
+    for file in sorted(source.rglob("*")):
         if file.is_file():
-            target = place / file.relative_to(arrived)
+            target = dest / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             file.replace(target)
 
 
 @contextmanager
 def _members(archive: Path) -> Iterator[list[Member]]:
-    """The plain files of an archive; raises for the first member that is neither file nor folder, or leads elsewhere."""
+    """The regular files of an archive; raises if any member is not a file or folder, or leads elsewhere."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as opened:
             yield list(_zip_members(archive, opened))
@@ -87,7 +87,7 @@ def _members(archive: Path) -> Iterator[list[Member]]:
     with tarfile.open(archive) as tar:
         yield list(_tar_members(archive, tar))
         assert tar.fileobj is not None
-        while tar.fileobj.read(1 << 20):  # to the end, where the checksum of a compressed file stands
+        while tar.fileobj.read(1 << 20):  # to the end, so that the checksum of a compressed file is verified
             pass
 
 
@@ -112,12 +112,12 @@ def _tar_members(archive: Path, tar: tarfile.TarFile) -> Iterator[Member]:
 
 def _content(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
     content = tar.extractfile(info)
-    assert content is not None, "a regular file has content"
+    assert content is not None, "a regular file can be opened"
     return content
 
 
 def _inside(archive: Path, name: str) -> PurePosixPath:
-    """The member's path, if it leads to a place inside the folder it is unpacked into, on any system."""
+    """The path of a member; raises if it leads out of the target folder on any operating system."""
     path = PurePosixPath(name)
     windows = PureWindowsPath(name)
     if (

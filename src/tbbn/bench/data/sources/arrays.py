@@ -1,8 +1,8 @@
-"""Images that are in memory already, as a data set: arrays, tensors, or torch Datasets.
+"""Data sets in memory: arrays, tensors or torch Datasets.
 
-Images are (N, H, W), (N, C, H, W) or (N, H, W, C); where both fit, channels come second. They are uint8, or floats in [0, 1],
-which are rounded to uint8: the bench stores bytes. Labels are whole numbers or text, one for each image. Data without a test
-part is split by :func:`with_test`.
+Images are (N, H, W), (N, C, H, W) or (N, H, W, C); if both of the latter fit, channels come second. They are uint8, or floats
+in [0, 1], which are rounded to uint8: the bench stores bytes. Labels are integers or text, one per image. Without a test
+part, every 5th image of each class becomes a test image.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbbn.bench.data.sources.contents import Contents, Stats, make_source
+from tbbn.bench.data.sources.contents import Contents, Stats, is_held_out, make_source
 from tbbn.bench.data.types import Source, Split
 from tbbn.errors import UserError
 
 _CHANNELS = (1, 3)  # a last axis of this length holds channels, unless the second does
-_EVERY = 5  # of a class's images, the fifth, tenth, ... are for test where nobody has split them
 
-# What was given to tbbn.run in this process, by digest. Whoever holds a result keeps its data.
+# What was passed to tbbn.run in this process, by digest. It lives as long as a result that uses it.
 _given: weakref.WeakValueDictionary[str, Source] = weakref.WeakValueDictionary()
 
 
 def remember(data: Any) -> Source:
-    """The data as a source whose name, ``arrays:DIGEST``, a config can hold; :func:`recall` finds it while it is in use."""
+    """The data as a source named ``arrays:DIGEST``, which a config can hold. `recall` finds it while it is in use."""
     contents, stats = read_arrays("data", data)
     found = hashlib.sha256()
     for split in (contents.train, contents.test):
@@ -35,65 +34,56 @@ def remember(data: Any) -> Source:
         found.update(split.images.contiguous().numpy().data)
         found.update(split.labels.contiguous().numpy().data)
     digest = found.hexdigest()[:16]
-    groups = (0,) * len(contents.classes)
-    source = Source(f"arrays:{digest}", contents.train, contents.test, contents.classes, groups, *stats)
+    source = Source(f"arrays:{digest}", contents.train, contents.test, contents.classes, *stats)
     return _given.setdefault(digest, source)
 
 
 def arrays(argument: str, size: int | None) -> Source:
-    """The data set ``arrays:DIGEST``, at the size asked for."""
+    """The data set ``arrays:DIGEST``."""
     source = recall(argument)
     contents = Contents(source.train, source.test, source.classes)
     return make_source(source.name, contents, (source.mean, source.std), size)
 
 
 def recall(digest: str) -> Source:
-    """What :func:`remember` was given."""
+    """The source that `remember` made."""
     if digest not in _given:
         raise UserError(
-            f"dataset 'arrays:{digest}' was given in memory and is not there any more; pass the same data to tbbn.run(data=...)"
+            f"dataset 'arrays:{digest}' was passed in memory and is gone; pass the same data to tbbn.run(data=...)"
         )
     return _given[digest]
 
 
 def read_arrays(name: str, data: Any) -> tuple[Contents, Stats]:
-    """Both splits of ``(train, test)``, or of data without a test part; and the channels' mean and standard deviation.
+    """Both splits, and the mean and standard deviation of each channel.
 
-    Each part is a pair (images, labels) or a torch Dataset of such pairs.
+    The data is (train, test) or train alone; each is a pair (images, labels) or a torch Dataset of such pairs.
     """
     train, test = _parts(name, data)
     images, labels = _pair(f"{name}, train", train)
-    if test is None:
-        held_out = _held_out(labels)
-        chosen = torch.tensor([not out for out in held_out])
-        parts = [(images[chosen], [x for x, out in zip(labels, held_out, strict=True) if not out])]
-        parts.append((images[~chosen], [x for x, out in zip(labels, held_out, strict=True) if out]))
-    else:
-        parts = [(images, labels), _pair(f"{name}, test", test)]
-    classes = sorted(set(parts[0][1]), key=lambda label: (isinstance(label, str), label))
-    unknown = set(parts[1][1]) - set(classes)
-    if unknown:
-        raise UserError(f"{name}: test images of class {sorted(map(str, unknown))[0]!r}, which has no training images")
+    classes = sorted(set(labels), key=lambda label: (isinstance(label, str), label))
     ids = {label: i for i, label in enumerate(classes)}
-    splits = [Split(x, torch.tensor([ids[label] for label in y], dtype=torch.long)) for x, y in parts]
+    train_ids = torch.tensor([ids[label] for label in labels], dtype=torch.long)
+    if test is None:
+        held_out = is_held_out(train_ids)
+        splits = [Split(images[rows], train_ids[rows]) for rows in (~held_out, held_out)]
+    else:
+        test_images, test_labels = _pair(f"{name}, test", test)
+        unknown = sorted(map(str, set(test_labels) - set(classes)))
+        if unknown:
+            raise UserError(f"{name}: test images of class {unknown[0]!r}, which has no training images")
+        test_ids = torch.tensor([ids[label] for label in test_labels], dtype=torch.long)
+        splits = [Split(images, train_ids), Split(test_images, test_ids)]
     for part, split in zip(("train", "test"), splits, strict=True):
         if not len(split.labels):
             raise UserError(f"{name}: no {part} images")
-    return Contents(splits[0], splits[1], tuple(map(str, classes))), _statistics(parts[0][0])
-
-
-def _held_out(labels: list[Any]) -> list[bool]:
-    """Every 5th image of each class, in the order in which they come, is for test."""
-    seen: dict[Any, int] = {}
-    held_out = []
-    for label in labels:
-        seen[label] = seen.get(label, 0) + 1
-        held_out.append(seen[label] % _EVERY == 0)
-    return held_out
+    train_images = splits[0].images
+    assert isinstance(train_images, Tensor)
+    return Contents(splits[0], splits[1], tuple(map(str, classes))), _statistics(train_images)
 
 
 def _parts(name: str, data: Any) -> tuple[Any, Any]:
-    """The training and the test part; None as the test part where there is one part only."""
+    """The training part and the test part, or None if there is only one part."""
     if _is_dataset(data):
         return data, None
     if not isinstance(data, tuple | list) or len(data) != 2:
@@ -123,7 +113,7 @@ def _pair(name: str, data: Any) -> tuple[Tensor, list[Any]]:
         raise UserError(f"{name}: {len(images)} images but {len(labels)} labels")
     for label in labels:
         if not isinstance(label, int | str) or isinstance(label, bool):
-            raise UserError(f"{name}: labels must be whole numbers or text, got {label!r}")
+            raise UserError(f"{name}: labels must be integers or text, got {label!r}")
     return images, labels
 
 
@@ -149,7 +139,7 @@ def _tensor(name: str, values: Any) -> Tensor:
     import numpy as np
 
     try:
-        return torch.from_numpy(np.array(values))  # a copy: the array may be read-only, or an image of PIL
+        return torch.from_numpy(np.array(values))  # a copy: the values may be read-only, or a PIL image
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}: cannot become a tensor: {error}") from None
 
@@ -175,7 +165,7 @@ def _bytes(name: str, images: Tensor) -> Tensor:
 
 
 def _statistics(images: Tensor) -> Stats:
-    """Mean and standard deviation of each channel, pixels in [0, 1]; a constant channel counts as one of unit deviation."""
+    """Mean and standard deviation of each channel, of pixels in [0, 1]. A constant channel gets a deviation of 1."""
     means, deviations = [], []
     for channel in images.unbind(1):
         counts = torch.bincount(channel.flatten().long(), minlength=256).double()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from tbbn.bench.data.sources.contents import Contents, Stats, make_source
+from tbbn.bench.data.sources.contents import Contents, Stats, is_held_out, make_source
 from tbbn.bench.data.types import Source, Split
 from tbbn.errors import UserError
 
@@ -32,9 +32,7 @@ def digits(name: str = "digits", size: int | None = None) -> Source:
     bunch = load_digits()
     images = torch.as_tensor(bunch.images).mul(255 / 16).round().to(torch.uint8).unsqueeze(1)
     labels = torch.as_tensor(bunch.target).long()
-    same = F.one_hot(labels)  # (N, 10)
-    number = (same.cumsum(0) * same).sum(1)  # 1, 2, 3 ... within the class
-    test = number % 5 == 0
+    test = is_held_out(labels)
     train_split, test_split = (Split(images[rows], labels[rows]) for rows in (~test, test))
     return make_source(name, Contents(train_split, test_split, tuple("0123456789")), _DIGITS_STATS, size)
 

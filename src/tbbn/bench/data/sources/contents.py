@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tbbn.bench.data.packed.index import PackedImages
+from tbbn.bench.data.selection import rank_in_class
 from tbbn.bench.data.types import Source, Split
 from tbbn.errors import UserError
 
@@ -34,7 +35,15 @@ def make_source(name: str, contents: Contents, stats: Stats, size: int | None = 
         raise UserError(
             f"{name}: images of train ({shapes[0]}) and test ({shapes[1]}) differ in size; set data.size to resize them"
         )
-    return Source(name, train, test, contents.classes, (0,) * len(contents.classes), *stats, contents.skipped)
+    return Source(name, train, test, contents.classes, *stats, skipped=contents.skipped)
+
+
+def is_held_out(labels: Tensor) -> Tensor:
+    """True for every 5th image of each class, in order: the test images of a set that brings none."""
+    order, rank = rank_in_class(torch.arange(len(labels)), labels)
+    held_out = torch.empty(len(labels), dtype=torch.bool)
+    held_out[order] = rank % 5 == 4
+    return held_out
 
 
 def _resized(images: Tensor | PackedImages, size: int | None) -> Tensor | PackedImages:

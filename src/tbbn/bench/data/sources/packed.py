@@ -23,4 +23,4 @@ def packed_source(name: str, folder: Path, size: int | None) -> Source:
             f"{name}: packed at {height}x{width}, but data.size is {size}; pack it with --size {size}, or do not set data.size"
         )
     train, test = (Split(images, labels) for images, labels in zip(found.images, found.labels, strict=True))
-    return Source(name, train, test, found.classes, (0,) * len(found.classes), *IMAGENET_STATS, found.skipped)
+    return Source(name, train, test, found.classes, *IMAGENET_STATS, skipped=found.skipped)
