@@ -117,7 +117,7 @@ def test_unreadable_images_fail_or_are_left_out_and_then_shown(tmp_path: Path, c
     assert f"{broken}: is not a readable image" in line and "data.unreadable = 'skip'" in line
     assert not (tmp_path / "out").exists()
     assert main([*words, "--data.unreadable", "skip"]) == 0
-    note = "left out, as they could not be read: 1 image files (train/ant/1.png)."
+    note = "skipped 1 unreadable image files (train/ant/1.png)."
     assert note in capsys.readouterr().out
     assert load_record(tmp_path / "out/x").skipped == ["train/ant/1.png"]
     assert main(["show", str(tmp_path / "out/x")]) == 0 and note in capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_a_picture_of_no_known_kind(tmp_path: Path, capsys: Capture) -> None:
     assert main(["run", *SYNTHETIC, "--out", str(tmp_path), "--name", "x", "--quiet"]) == 0
     capsys.readouterr()
     line = refused(capsys, "report", str(tmp_path / "x"), "--plot", str(tmp_path / "new/curves.xyz"))
-    assert re.search(r"curves\.xyz: curves are drawn as .*\.png.*, got '\.xyz'\.", line)
+    assert re.search(r"curves\.xyz: the picture must end in .*\.png.*, got '\.xyz'\.", line)
     line = refused(capsys, "report", str(tmp_path / "x"), "--plot", str(tmp_path / "x/record.json/curves.png"))
     assert "record.json" in line
     assert "unknown format" in refused(

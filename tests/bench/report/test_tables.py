@@ -11,7 +11,8 @@ import pytest
 
 from tbbn.bench.config import resolve, to_dict
 from tbbn.bench.engine.record import Record
-from tbbn.bench.report.tables import Table, accuracy_table, grouped, metrics_table, percent, summary_table
+from tbbn.bench.report.groups import grouped
+from tbbn.bench.report.tables import Table, accuracy_table, metrics_table, percent, summary_table
 from tbbn.errors import UserError
 
 
@@ -71,8 +72,8 @@ def test_a_run_done_twice_is_one_seed() -> None:
     table = summary_table([record(A), broken, record(A, threads=2), record(B, seed=1)])
     (row,) = table.rows
     assert row[:3] == ("ft + bn", "2", percent([0.7, 0.65]))
-    assert "2 of the 4 runs" in table.notes[-1]
-    assert "not counted" not in summary_table([record(A), record(B, seed=1)]).notes[-1]
+    assert table.notes[-1] == "2 of the 4 runs repeat the config and seed of another and are not counted again."
+    assert "repeat" not in summary_table([record(A), record(B, seed=1)]).notes[-1]
 
 
 def test_groups_of_one_label_are_told_apart_by_what_differs() -> None:
@@ -190,9 +191,9 @@ def test_what_a_record_says_stays_on_its_line() -> None:
 def test_images_left_out_are_counted_and_named() -> None:
     one, other = record(A), record(B, seed=1)
     one.skipped, other.skipped = ["a.png", "b.png", "c.png"], ["c.png", "d\n.png"]
-    note = "left out, as they could not be read: 4 image files (a.png, b.png, c.png, ...)."
+    note = "skipped 4 unreadable image files (a.png, b.png, c.png, ...)."
     assert summary_table([one, other]).notes[-1] == note
-    assert "left out" not in "".join(summary_table([record(A)]).notes)
+    assert "skipped" not in "".join(summary_table([record(A)]).notes)
 
 
 def test_rows_of_several_data_sets_or_scenarios_all_say_theirs() -> None:

@@ -102,7 +102,7 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
         from tbbn.bench.vision import torchvision
 
         if not torchvision().extension._has_ops():
-            facts["torchvision"] += ", without its compiled ops; models, transforms and data sets work all the same"
+            facts["torchvision"] += "; without its compiled ops (models, transforms and data sets still work)"
     except (UserError, ImportError, RuntimeError) as error:
         facts["torchvision"] = f"{facts['torchvision']}, cannot be used: {error}"
     facts["cpu kernel"] = native.diagnosis()

@@ -32,11 +32,11 @@ def add(command: Command) -> None:
     health.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _list(chosen: argparse.Namespace) -> int:
-    if chosen.what not in LISTS:
-        raise unknown_name("list", chosen.what, LISTS)
-    entries = LISTS[chosen.what]()
-    if chosen.json:
+def _list(args: argparse.Namespace) -> int:
+    if args.what not in LISTS:
+        raise unknown_name("list", args.what, LISTS)
+    entries = LISTS[args.what]()
+    if args.json:
         print(json.dumps(entries, indent=1))
         return 0
     for line in lines(entries):
@@ -44,13 +44,13 @@ def _list(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _show(chosen: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> int:
     from tbbn.bench.engine.plugins import describe_plugins
     from tbbn.bench.report.tables import accuracy_table, metrics_table, skipped_note
     from tbbn.bench.runs.record import load_record
 
-    record = load_record(chosen.run)
-    if chosen.json:
+    record = load_record(args.run)
+    if args.json:
         print(record.to_json(), end="")
         return 0
     config = record.run_config
@@ -62,20 +62,20 @@ def _show(chosen: argparse.Namespace) -> int:
         print(printable(skipped_note([record])))
     if record.accuracy:
         print()
-        print(accuracy_table(record).render(chosen.format))
+        print(accuracy_table(record).render(args.format))
         print()
-        print(metrics_table(record).render(chosen.format))
+        print(metrics_table(record).render(args.format))
     return 0
 
 
-def _report(chosen: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> int:
     from tbbn.bench.report.plots import accuracy_curves
     from tbbn.bench.report.tables import summary_table
     from tbbn.bench.runs.record import load_record
 
-    folders = run_folders(chosen.runs)
+    folders = run_folders(args.runs)
     records = [load_record(folder) for folder in folders]
-    if chosen.json:
+    if args.json:
         entries = [
             {"directory": str(f), "label": r.run_config.label, "seed": r.run_config.seed, "status": r.status}
             | {"metrics": r.metrics}
@@ -83,21 +83,21 @@ def _report(chosen: argparse.Namespace) -> int:
         ]
         text = json.dumps(entries, indent=1)
     else:
-        text = summary_table(records).render(chosen.format)
+        text = summary_table(records).render(args.format)
     # Before anything is printed: if the picture cannot be written, the command fails, and then it prints no results.
-    picture = accuracy_curves(records, chosen.plot) if chosen.plot else None
+    picture = accuracy_curves(records, args.plot) if args.plot else None
     print(text)
     if picture is not None:
         print(f"accuracy curves: {picture}", file=sys.stderr)
     return 0
 
 
-def _doctor(chosen: argparse.Namespace) -> int:
-    found = doctor(chosen.root)
-    if chosen.json:
+def _doctor(args: argparse.Namespace) -> int:
+    found = doctor(args.root)
+    if args.json:
         print(json.dumps(found, indent=1))
         return 0
-    titles = {"environment": "environment", "plugins": "plugins", "data": f"data under {chosen.root}/"}
+    titles = {"environment": "environment", "plugins": "plugins", "data": f"data under {args.root}/"}
     for title, table in ((title, found[key]) for key, title in titles.items()):
         print(title)
         for key, value in table.items():

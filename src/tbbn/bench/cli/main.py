@@ -88,11 +88,11 @@ def _run(words: list[str]) -> int:
     settings: dict[str, Any] = {}
     if words[0] in commands and commands[words[0]].get_default("takes_settings"):
         settings, words = split_settings(words, commands[words[0]].options)
-    chosen = parser.parse_args(words)
-    chosen.settings, chosen.plugins = settings, plugins
+    args = parser.parse_args(words)
+    args.settings, args.plugins = settings, plugins
     for plugin in plugins:
         load_plugin(plugin)
-    code: int = chosen.call(chosen)
+    code: int = args.call(args)
     sys.stdout.flush()
     return code
 

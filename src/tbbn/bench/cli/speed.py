@@ -30,31 +30,31 @@ def add(command: Command) -> None:
     speed.add_argument("--quiet", action="store_true", help="hide progress")
 
 
-def _speed(chosen: argparse.Namespace) -> int:
+def _speed(args: argparse.Namespace) -> int:
     import torch
 
     from tbbn.bench.speed import measure_speed
 
-    if chosen.device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"unknown device {chosen.device!r}; use 'cuda' for a GPU, 'cpu' or 'auto'.")
-    on_gpu = torch.cuda.is_available() if chosen.device == "auto" else chosen.device == "cuda"
+    if args.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"unknown device {args.device!r}; use 'cuda' for a GPU, 'cpu' or 'auto'.")
+    on_gpu = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here.")
-    if chosen.epochs < 2:
-        raise UserError(f"--epochs must be at least 2 (the first epoch is not timed), got {chosen.epochs}.")
-    precisions = _names("precision", chosen.precision or ("tf32,bf16" if on_gpu else "fp32"), PRECISIONS)
+    if args.epochs < 2:
+        raise UserError(f"--epochs must be at least 2 (the first epoch is not timed), got {args.epochs}.")
+    precisions = _names("precision", args.precision or ("tf32,bf16" if on_gpu else "fp32"), PRECISIONS)
     if not on_gpu and precisions != ["fp32"]:
         raise UserError(f"--precision must be fp32 on a CPU, got {','.join(precisions)}.")
     found = measure_speed(
         torch.device("cuda" if on_gpu else "cpu"),
-        backbones=_names("backbone", chosen.backbone, BACKBONES),
-        norms=_names("norm", chosen.norm, NORMS),
+        backbones=_names("backbone", args.backbone, BACKBONES),
+        norms=_names("norm", args.norm, NORMS),
         precisions=precisions,
-        n_lanes=_numbers(chosen.lanes or ("1,4,8" if on_gpu else "1")),
-        epochs=chosen.epochs,
-        on_row=(lambda row: None) if chosen.quiet else (lambda row: print(row, file=sys.stderr, flush=True)),
+        n_lanes=_numbers(args.lanes or ("1,4,8" if on_gpu else "1")),
+        epochs=args.epochs,
+        on_row=(lambda row: None) if args.quiet else (lambda row: print(row, file=sys.stderr, flush=True)),
     )
-    print(json.dumps(found, indent=1) if chosen.json else speed_tables(found))
+    print(json.dumps(found, indent=1) if args.json else speed_tables(found))
     return 0
 
 

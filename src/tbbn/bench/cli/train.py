@@ -27,7 +27,7 @@ _SWEEP_EXAMPLE = "tbbn sweep --data cifar100 --protocol paper --method ft,lucir 
 def add(command: Command) -> None:
     line = "Train and evaluate. Without arguments: a one-minute demo."
     _add_run_options(command("run", _run, line, _RUN_EXAMPLE), lanes="1")
-    line = "Like run, but with as many runs in parallel on one GPU as raise throughput."
+    line = "Like run, with as many runs in parallel on one GPU as raise throughput."
     _add_run_options(command("sweep", _run, line, _SWEEP_EXAMPLE), lanes="auto")
     line = "Continue interrupted runs, and start the runs of a sweep that had not started."
     resume = command("resume", _resume, line, "tbbn resume runs/demo")
@@ -56,81 +56,81 @@ def _add_run_options(run: argparse.ArgumentParser, lanes: str) -> None:
     run.epilog = f"{settings_help()}\n\n{run.epilog}"
 
 
-def _run(chosen: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from tbbn.bench.runs.pending import check_folders
 
-    runs, folder, recipe = _requested_runs(chosen)
-    if chosen.dry_run:
-        return _dry_run(runs, chosen.json)
+    runs, folder, recipe = _requested_runs(args)
+    if args.dry_run:
+        return _dry_run(runs, args.json)
     check_folders(runs)
-    return _train(runs, folder, chosen, overwrite=chosen.overwrite, recipe=recipe)
+    return _train(runs, folder, args, overwrite=args.overwrite, recipe=recipe)
 
 
-def _requested_runs(chosen: argparse.Namespace) -> tuple[list[PendingRun], Path, str]:
+def _requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, str]:
     """The runs asked for, the folder that holds them, and a recipe of them."""
     from tbbn.bench.runs.pending import expand
     from tbbn.bench.runs.recipe import Axes, parse_seeds, read_recipe, recipe_text, split_names
     from tbbn.paper import find_recipe
 
-    given = dict(chosen.settings)
-    if chosen.data:
-        given["data.name"] = chosen.data
-    method, norm = (getattr(chosen, kind) or given.pop(f"{kind}.name", None) for kind in ("method", "norm"))
-    name, layers, axes = chosen.name, [], Axes()
-    if chosen.recipe or not (given or norm or method or chosen.seeds):
-        path = find_recipe(chosen.recipe or "demo")
+    given = dict(args.settings)
+    if args.data:
+        given["data.name"] = args.data
+    method, norm = (getattr(args, kind) or given.pop(f"{kind}.name", None) for kind in ("method", "norm"))
+    name, layers, axes = args.name, [], Axes()
+    if args.recipe or not (given or norm or method or args.seeds):
+        path = find_recipe(args.recipe or "demo")
         values, axes = read_recipe(path)
         layers.append((str(path), values))
         name = name or path.stem
-    if "seed" in given and chosen.seeds:
+    if "seed" in given and args.seeds:
         raise UserError("use either --seed or --seeds: --seed 5 is the seed 5, --seeds 5 the seeds 0 to 4.")
-    if chosen.seeds:
-        axes = replace(axes, seeds=parse_seeds(chosen.seeds))
+    if args.seeds:
+        axes = replace(axes, seeds=parse_seeds(args.seeds))
     elif "seed" in given:
         axes = replace(axes, seeds=())
     if method:
         axes = replace(axes, methods=split_names(method))
     if norm:
         axes = replace(axes, norms=split_names(norm))
-    if chosen.plugins:
-        named = [*(layers[0][1].get("plugins", []) if layers else []), *given.get("plugins", ()), *chosen.plugins]
+    if args.plugins:
+        named = [*(layers[0][1].get("plugins", []) if layers else []), *given.get("plugins", ()), *args.plugins]
         given["plugins"] = tuple(dict.fromkeys(named))
     layers.append(("command line", given))
     if name is None:
         parts = [given.get("data.name", "digits"), method or "ft", norm or "bn"]
         name = re.sub(r"[^\w.=+-]+", "_", "-".join(parts).replace(",", "+")).strip("_")
-    folder = Path(chosen.out) / name
+    folder = Path(args.out) / name
     return expand(layers, axes, folder), folder, recipe_text(layers, axes)
 
 
-def _resume(chosen: argparse.Namespace) -> int:
+def _resume(args: argparse.Namespace) -> int:
     from tbbn.bench.engine.plugins import require_plugins
     from tbbn.bench.runs.pending import PendingRun, runs_of_sweeps
     from tbbn.bench.runs.record import RECORD, load_record
 
-    for file in sorted(file for text in chosen.runs for file in Path(text).rglob(RECORD)):
+    for file in sorted(file for text in args.runs for file in Path(text).rglob(RECORD)):
         record = load_record(file.parent)
         if record.status != "finished":
             require_plugins(record.run_config, record.plugins, str(file.parent))
-    known = {run.directory: run for text in chosen.runs for run in runs_of_sweeps(Path(text))}
+    known = {run.directory: run for text in args.runs for run in runs_of_sweeps(Path(text))}
     runs = [
         PendingRun(load_record(folder).run_config, folder) if (folder / RECORD).exists() else known[folder]
-        for folder in run_folders(chosen.runs, list(known))
+        for folder in run_folders(args.runs, list(known))
     ]
-    return _train(runs, Path(chosen.runs[0]), chosen)
+    return _train(runs, Path(args.runs[0]), args)
 
 
 def _train(
-    runs: list[PendingRun], folder: Path, chosen: argparse.Namespace, *, overwrite: bool = False, recipe: str = ""
+    runs: list[PendingRun], folder: Path, args: argparse.Namespace, *, overwrite: bool = False, recipe: str = ""
 ) -> int:
     from tbbn.bench.progress import run_progress
     from tbbn.bench.runs.interrupt import stop_on_signal
     from tbbn.bench.runs.sweep import run_all
 
-    lanes = _lanes(chosen.lanes)
-    if not chosen.quiet and nothing_compiled() and _on_gpu(runs):
+    lanes = _lanes(args.lanes)
+    if not args.quiet and nothing_compiled() and _on_gpu(runs):
         print("compiling GPU kernels at their first use: the first step may take half a minute", file=sys.stderr)
-    with run_progress(runs, chosen.quiet) as progress, stop_on_signal() as stop:
+    with run_progress(runs, args.quiet) as progress, stop_on_signal() as stop:
         records = run_all(
             runs,
             lanes=lanes,
@@ -141,7 +141,7 @@ def _train(
             recipe=recipe,
             stop=stop,
         )
-    _print_results(runs, records, folder, chosen.json)
+    _print_results(runs, records, folder, args.json)
     states = {record.status for record in records}
     return EXIT_FAILED if "failed" in states else EXIT_DIVERGED if "diverged" in states else 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from tbbn.bench.cli.common import EXIT_FAILED, Command, run_folders
 from tbbn.errors import UserError, printable
 
 if TYPE_CHECKING:
+    from tbbn.bench.engine import Event
     from tbbn.bench.runs.verify import Finding
 
 
@@ -25,17 +25,17 @@ def add(command: Command) -> None:
     verify.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _verify(chosen: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
     from tbbn.bench.runs.verify import verify
 
-    if chosen.from_start and chosen.retrain_task is None:
+    if args.from_start and args.retrain_task is None:
         raise UserError("--from-start needs --retrain-task N.")
-    found = {folder: verify(folder) for folder in run_folders(chosen.runs)}
-    if chosen.retrain_task is not None:
+    found = {folder: verify(folder) for folder in run_folders(args.runs)}
+    if args.retrain_task is not None:
         for folder, findings in found.items():
             if not any(finding.problem for finding in findings):  # a damaged record has nothing to compare with
-                findings += _retrain(folder, chosen.retrain_task - 1, chosen.from_start)
-    if chosen.json:
+                findings += _retrain(folder, args.retrain_task - 1, args.from_start)
+    if args.json:
         entries = [{"directory": str(f), "findings": [asdict(x) for x in findings]} for f, findings in found.items()]
         print(json.dumps(entries, indent=1))
     else:
@@ -59,7 +59,14 @@ def _retrain(folder: Path, task: int, from_start: bool) -> list[Finding]:
     from tbbn.bench.runs.record import load_record
     from tbbn.bench.runs.retrain import retrain
 
-    run = PendingRun(load_record(folder).run_config, folder)
+    run, started = PendingRun(load_record(folder).run_config, folder), False
     with run_progress([run], quiet=False) as progress:
-        progress.start(run)
-        return retrain(folder, task, from_start=from_start, on_event=partial(progress.event, run))
+
+        def on_event(event: Event) -> None:
+            nonlocal started
+            if not started:
+                progress.start(run)
+            started = True
+            progress.event(run, event)
+
+        return retrain(folder, task, from_start=from_start, on_event=on_event)

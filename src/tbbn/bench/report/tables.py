@@ -1,4 +1,4 @@
-"""Records to tables: text, Markdown, CSV, LaTeX. Nothing here trains."""
+"""Records to tables: text, Markdown, CSV, LaTeX."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import io
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from tbbn.bench.config import RunConfig, SaveConfig, flatten, to_dict
 from tbbn.bench.engine.forecast import TaskForecast
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
+from tbbn.bench.report.groups import grouped
 from tbbn.errors import printable, unknown_name
 
 FORMATS = ("text", "md", "csv", "latex")
@@ -35,7 +35,7 @@ _MARKDOWN = {sign: "\\" + sign for sign in "\\|`*<["}
 
 
 def _no_formula(cell: str) -> str:
-    """A cell that a spreadsheet does not compute: one that begins like a formula, and is no number, gets a quote before it."""
+    """Put a quote before a cell that a spreadsheet would run as a formula."""
     try:
         float(cell)
     except ValueError:
@@ -45,8 +45,7 @@ def _no_formula(cell: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header, and lines to print below. ``align`` has an l or r for each column; by default all but
-    the first are to the right."""
+    """Rows of text under a header, and notes below. ``align`` has l or r per column (default: the first l, the others r)."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -54,7 +53,7 @@ class Table:
     align: str = ""
 
     def __post_init__(self) -> None:
-        # Names come from records, and a record may have been written by anyone.
+        # The text comes from records, which may have been written by anyone.
         for name, lines in (("header", self.header), ("notes", self.notes)):
             object.__setattr__(self, name, tuple(map(printable, lines)))
         object.__setattr__(self, "rows", tuple(tuple(map(printable, row)) for row in self.rows))
@@ -87,7 +86,7 @@ class Table:
         return "\n".join([line(self.header), rule, *map(line, self.rows), *notes])
 
     def _csv(self) -> str:
-        """Mean and standard deviation have a column each, so that a program reads numbers."""
+        """Mean and standard deviation in columns of their own, so that programs read numbers."""
         columns: list[list[str]] = []
         for title, *cells in zip(self.header, *self.rows, strict=True):
             columns.append([title, *(cell.partition(_SPREAD)[0] for cell in cells)])
@@ -101,70 +100,12 @@ class Table:
 
     def _latex(self) -> str:
         def cell(text: str) -> str:
-            # After the end of a line, a bracket or a star would be taken for that command's argument.
+            # After a line end \\, LaTeX would take a bracket or a star for its argument.
             return "{}" * text.startswith(("[", "*")) + "".join(_LATEX.get(sign, sign) for sign in text)
 
         first, *rest = (" & ".join(map(cell, row)) + r" \\" for row in (self.header, *self.rows))
         begin, end = rf"\begin{{tabular}}{{{self._align}}}", r"\end{tabular}"
         return "\n".join([begin, r"\toprule", first, r"\midrule", *rest, r"\bottomrule", end])
-
-
-def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records that differ in their seeds alone, under a label that tells the groups apart; in order of appearance.
-
-    A run done twice counts once: two equal records are not two seeds.
-    """
-    runs: dict[tuple[RunConfig, int, int], Record] = {}
-    for record in records:
-        config = record.run_config
-        key = _but_for_seed(config), config.seed, config.data.class_order_seed
-        if key not in runs or runs[key].status != "finished":
-            runs[key] = record
-    groups: dict[RunConfig, list[Record]] = {}
-    for (config, *_), record in runs.items():
-        groups.setdefault(config, []).append(record)
-    alike: dict[str, list[RunConfig]] = {}
-    for config in groups:
-        alike.setdefault(config.label, []).append(config)
-    always = _scenario_settings(list(groups))
-    names = {config: name for configs in alike.values() for config, name in _told_apart(configs, always).items()}
-    return {names[config]: members for config, members in groups.items()}
-
-
-def _but_for_seed(config: RunConfig) -> RunConfig:
-    """The config without its seeds, and without what says where it ran rather than what was done."""
-    data = replace(config.data, class_order_seed=-1, root="", download=True, stream="auto")
-    return replace(config, seed=0, device="", threads=0, data=data, save=SaveConfig())
-
-
-def _scenario_settings(configs: Sequence[RunConfig]) -> list[str]:
-    """What every row must say where not all are of one scenario: the data set, and in what runs of one data set differ."""
-    names = dict.fromkeys(config.data.name for config in configs)
-    chosen = ["data.name"] if len(names) > 1 else []
-    for key in ("tasks", "base_classes", "stop_after", "online"):
-        if any(len({getattr(c.data, key) for c in configs if c.data.name == name}) > 1 for name in names):
-            chosen.append(f"data.{key}")
-    return chosen
-
-
-def _told_apart(configs: Sequence[RunConfig], always: Sequence[str]) -> dict[RunConfig, str]:
-    """A name for each of these configs, whose labels are one: the label, what is always said, and as few settings more
-    as tell them apart."""
-    trees = [flatten(to_dict(config)) for config in configs]
-    keys = sorted({key for tree in trees for key in tree}, key=lambda k: (k != "data.name", k))
-    chosen = list(always)
-    seen = [tuple(str(tree.get(key)) for key in always) for tree in trees]
-    for key in keys:
-        longer = [(*known, str(tree.get(key))) for known, tree in zip(seen, trees, strict=True)]
-        if len(set(longer)) > len(set(seen)):
-            chosen, seen = [*chosen, key], longer
-    names = {}
-    for config, values in zip(configs, seen, strict=True):
-        inside = ", ".join(
-            value if key == "data.name" else f"{key}={value}" for key, value in zip(chosen, values, strict=True)
-        )
-        names[config] = f"{config.label} [{inside}]" if inside else config.label
-    return names
 
 
 def percent(values: Sequence[float]) -> str:
@@ -178,7 +119,7 @@ def percent(values: Sequence[float]) -> str:
 
 
 def summary_table(records: Sequence[Record], metrics: Mapping[str, str] = HEADLINE) -> Table:
-    """One row for each group of seeds: the headline metrics of the finished runs as mean ± standard deviation."""
+    """One row per group of seeds: the headline metrics of its finished runs, as mean ± standard deviation."""
     rows, counted = [], 0
     for name, members in grouped(records).items():
         counted += len(members)
@@ -191,12 +132,12 @@ def summary_table(records: Sequence[Record], metrics: Mapping[str, str] = HEADLI
         header, rows, align = header[:-1], [row[:-1] for row in rows], align[:-1]
     notes = [FORMULAS[m] for m in metrics]
     notes.append(
-        "a[t,i]: accuracy on task i after learning task t, all classes seen so far to choose from; ± over seeds."
+        "a[t,i]: accuracy on task i after learning task t, among all classes seen so far. ±: standard deviation over seeds."
     )
     repeated = len(records) - counted
     if repeated:
         notes.append(
-            f"not counted a second time: {repeated} of the {len(records)} runs, of a config and seed already there."
+            f"{repeated} of the {len(records)} runs repeat the config and seed of another and are not counted again."
         )
     if any(record.skipped for record in records):
         notes.append(skipped_note(records))
@@ -204,10 +145,10 @@ def summary_table(records: Sequence[Record], metrics: Mapping[str, str] = HEADLI
 
 
 def skipped_note(records: Sequence[Record]) -> str:
-    """Which image files were left out of these runs because they could not be read."""
+    """Which image files these runs skipped because they could not be read."""
     files = list(dict.fromkeys(file for record in records for file in record.skipped))
     named = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
-    return f"left out, as they could not be read: {len(files)} image files ({named})."
+    return f"skipped {len(files)} unreadable image files ({named})."
 
 
 def _status(records: Sequence[Record]) -> str:
@@ -220,8 +161,8 @@ def _status(records: Sequence[Record]) -> str:
 
 
 def forecast_table(entries: Sequence[TaskForecast]) -> Table:
-    """What a run would do, a row for each task."""
-    header = ("task", "classes", "images", "exemplars", "batch", "r*", "steps an epoch", "steps")
+    """What a run will do: a row per task."""
+    header = ("task", "classes", "images", "exemplars", "batch", "r*", "steps/epoch", "steps")
     rows = []
     for e in entries:
         numbers = (
@@ -239,7 +180,7 @@ def forecast_table(entries: Sequence[TaskForecast]) -> Table:
 
 
 def accuracy_table(record: Record) -> Table:
-    """The accuracy matrix of one run: a row for each task learnt."""
+    """The accuracy matrix of one run: a row per task learnt."""
     n = len(record.task_sizes)
     rows = []
     for t, row in enumerate(record.accuracy):
@@ -250,7 +191,7 @@ def accuracy_table(record: Record) -> Table:
 
 
 def metrics_table(record: Record) -> Table:
-    """Every metric of one run with its formula, and the errors after the last task by kind."""
+    """Every metric of one run with its formula, and the error types after the last task."""
     rows = []
     for name, value in record.metrics.items():
         short, _, formula = FORMULAS[name].rpartition(" = ")
