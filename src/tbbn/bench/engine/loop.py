@@ -111,9 +111,8 @@ class Run:
             self.method.before_task(context)
         phases = self.method.phases(context)
         if is_resumed and self.config.data.online:
-            context.draw(
-                context.phase_rows("replay"), phases[0].name, 0
-            )  # to know what the stream leaves in the memory
+            # Draw the pass over the stream once more, to know what it leaves in the memory.
+            context.draw(context.phase_rows("replay"), phases[0].name, 0)
         while self.position.phase < len(phases):
             yield from self._train_phase(context, phases[self.position.phase])
             self.position = Position(task.number, self.position.phase + 1)
@@ -151,9 +150,9 @@ class Run:
         assert self.rows is not None
         self.optimizer, self.restored_momentum = make_optimizer(parameters, settings, self.restored_momentum), {}
         self.steps = {}
-        blocks = (
-            context.draw(self.rows, phase.name, self.position.epoch) if self.position.epoch < settings.epochs else []
-        )
+        blocks: list[EpochBlock] = []
+        if self.position.epoch < settings.epochs:
+            blocks = context.draw(self.rows, phase.name, self.position.epoch)
         while self.position.epoch < settings.epochs:
             epoch, lr = self.position.epoch, settings.lr_at(self.position.epoch)
             set_lr(self.optimizer, lr)
@@ -219,15 +218,13 @@ class Run:
                     continue  # trained before the run was interrupted
                 if not prefetch.ready():
                     yield Waiting(prefetch.ready)
-                inputs = [*(values[i] for values in block.parameters), *next(prefetch)]
                 try:
-                    step(block.index[i], inputs)
+                    step(block.index[i], [*(values[i] for values in block.parameters), *next(prefetch)])
                 except ValueError as error:
                     if "more than 1 value per channel" not in str(error):
                         raise
                     raise UserError(
-                        f"task {context.number + 1}, phase {phase.name!r}: a batch of one image has no variance to normalise "
-                        f"by where maps are 1x1; use another batch.size than {self.config.batch.size}, or batch.last = 'drop'."
+                        f"task {context.number + 1}, phase {phase.name!r}: {_one_image_error(self.config)}"
                     ) from error
                 self.position = replace(self.position, step=done)
                 yield Stepped(self.position, phase.name, settings.epochs, done, total)
@@ -254,6 +251,13 @@ class Run:
             step.names, step.totals, step.count, finite_steps = self.restored_totals.pop(block.spec)
             step.finite_steps.fill_(finite_steps)
         return step
+
+
+def _one_image_error(config: RunConfig) -> str:
+    return (
+        "a batch of one image has no variance to normalise by where maps are 1x1; "
+        f"use another batch.size than {config.batch.size}, or batch.last = 'drop'."
+    )
 
 
 def run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -188,7 +188,7 @@ class EngineTaskContext(TaskContext):
                 yield self.maker.make_batch(block.spec, block.index[i], inputs)
 
     def forward(self, network: Network, batch: Batch) -> Output:
-        return self.training_forward(network, batch)
+        return replace(self.training_forward, separate=False)(network, batch)
 
     def outputs(self, rows: Tensor) -> Output:
         parts = self._evaluate(rows, _without_stages)

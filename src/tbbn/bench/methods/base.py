@@ -89,7 +89,7 @@ class TaskContext(Protocol):
         ...
 
     def forward(self, network: Network, batch: Batch) -> Output:
-        """The output on a batch of ``batches`` as in training: with the batch's layout, and with gradients."""
+        """The output on a batch of ``batches``: in one forward with the batch's layout, as in training, and with gradients."""
         ...
 
     def generator(self, *purpose: str | int) -> torch.Generator:
