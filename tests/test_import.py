@@ -1,4 +1,4 @@
-"""What importing the package costs, and which way its imports go."""
+"""What importing the package loads, and which way its imports go."""
 
 import ast
 import subprocess
@@ -9,30 +9,23 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tbbn"
 
-MEASURE = """
-import sys, time
+NEW_MODULES = """
+import sys
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
 import tbbn
-tbbn.convert  # all that there is to import is imported here
-took = time.perf_counter() - start
-new = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(took)
-print(" ".join(sorted(n for n in new if n not in sys.stdlib_module_names and not n.startswith("_"))))
+tbbn.convert  # the first use loads the layer
+new = {name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names}
+print(" ".join(sorted(new)))
 """
 
 
-def test_import_loads_torch_and_nothing_else_in_a_fifth_of_a_second():
-    times = []
-    for _ in range(3):  # the best of three: the machine may be busy
-        done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
-        took, new = done.stdout.splitlines()
-        assert new == "tbbn"
-        times.append(float(took))
-        if times[-1] <= 0.2:
-            break
-    assert min(times) <= 0.2, times
+def test_the_layer_loads_torch_and_only_its_own_room():
+    """No bench, no accelerators, no third party: this is what keeps the import a few milliseconds beside torch's."""
+    done = subprocess.run([sys.executable, "-c", NEW_MODULES], capture_output=True, text=True, check=True)
+    new = done.stdout.split()
+    assert "tbbn.nn.modules" in new
+    assert not [name for name in new if name not in ("tbbn", "tbbn.errors", "tbbn.registry") and room(name[5:]) != "nn"]
 
 
 def test_torch_is_imported_at_the_first_use_and_every_name_is_there_before():

@@ -1,13 +1,18 @@
-"""Any method with any norm in any scenario runs: over the registries, so that a new entry is covered the day it is registered."""
+"""Any method runs with any norm in any scenario. The lists come from the registries, so a new entry is covered at once.
+
+By default every pair (method and norm, method and scenario, norm and scenario) occurs once; the rest of the product is nightly.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.engine import Stepped
@@ -28,7 +33,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "base task": {"data.name": "synthetic:8x6x1x4", "data.base_classes": 4, "data.tasks": 3, "memory.budget": 8},
     "online": {"data.name": "synthetic:8x6x1x4", "data.tasks": 4, "data.online": True, "memory.budget": 8},
 }
-# Second phases are as long as the publications have them; here an epoch must do. What is not named keeps its defaults.
+# Second phases are as long as published by default; one epoch is enough here.
 SHORT: dict[str, dict[str, Any]] = {
     "eeil": {"method.balanced_epochs": 1},
     "bic": {"method.correction_epochs": 2},
@@ -44,9 +49,16 @@ def config(method: str, norm: str, scenario: str, **more: Any) -> RunConfig:
     return resolve(("test", {**COMMON, **SCENARIOS[scenario], **own, **more}))
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("norm", list(NORMS))
-@pytest.mark.parametrize("method", list(METHODS))
+COVER = set(pairwise(METHODS, NORMS, SCENARIOS))
+
+
+@pytest.mark.parametrize(
+    ("method", "norm", "scenario"),
+    [
+        pytest.param(*case, marks=() if case in COVER else pytest.mark.nightly)
+        for case in product(METHODS, NORMS, SCENARIOS)
+    ],
+)
 def test_any_method_with_any_norm_in_any_scenario(method: str, norm: str, scenario: str) -> None:
     run = Run(config(method, norm, scenario))
     main: Counter[int] = Counter()
@@ -74,10 +86,10 @@ def test_any_method_with_any_norm_in_any_scenario(method: str, norm: str, scenar
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_a_method_runs_without_any_memory(method: str) -> None:
-    record = Run(config(method, "tbbn", "base task", **{"memory.budget": 0}))
-    for _ in record.events():
+    run = Run(config(method, "tbbn", "base task", **{"memory.budget": 0}))
+    for _ in run.events():
         pass
-    assert record.record.status == "finished" and record.record.exemplars == [0, 0, 0]
+    assert run.record.status == "finished" and run.record.exemplars == [0, 0, 0]
 
 
 @pytest.mark.parametrize("method", list(METHODS))
@@ -86,3 +98,18 @@ def test_a_method_runs_when_its_parts_are_forwarded_separately(method: str) -> N
     for _ in run.events():
         pass
     assert run.record.status == "finished"
+
+
+@pytest.mark.parametrize("axes", [("ab",), ("ab", "cd"), ("abc", "def", "gh"), ("ab", "cd", "ef", "gh")], ids=str)
+def test_the_pairwise_cover_holds_every_pair_of_values(axes: tuple[str, ...]) -> None:
+    cover = pairwise(*axes)
+    for i, j in combinations(range(len(axes)), 2):
+        assert {(case[i], case[j]) for case in cover} == set(product(axes[i], axes[j]))
+
+
+def test_the_pairwise_cover_is_small_and_uses_the_scenarios_alike() -> None:
+    cover = pairwise(METHODS, NORMS, SCENARIOS)
+    assert cover == pairwise(list(METHODS), list(NORMS), list(SCENARIOS)) and set(cover) == COVER
+    assert len(cover) <= 1.05 * len(list(METHODS)) * len(list(NORMS))  # the pairs of method and norm alone
+    uses = Counter(scenario for _, _, scenario in cover).values()
+    assert max(uses) - min(uses) <= 2
