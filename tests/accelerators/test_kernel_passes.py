@@ -150,6 +150,16 @@ def test_without_a_plan_the_kernels_are_batch_norm(device, make, chosen):
 
 
 @on_device
+@pytest.mark.parametrize("tracked", [True, False], ids=["running statistics", "none"])
+def test_a_batch_is_counted_once(device, tracked):
+    x, weight, bias, _ = draw((8, 2, 3, 3), device)
+    batches = torch.zeros((), dtype=torch.int64, device=device)
+    running = buffers(2, device) if tracked else (None, None)
+    kernels.norm(x, *running, weight, bias, make_plan(6, 2, 3, device), 0.1, 1e-5, batches)
+    assert batches.item() == 1
+
+
+@on_device
 def test_fused_batch_norm_takes_the_plan_of_the_whole_batch_and_nothing_else(device, chosen, monkeypatch):
     """The bench's batch norm on a GPU: the launch it always had, argument by argument."""
     seen, forward = [], norm_launch.forward

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -202,6 +203,30 @@ def test_a_plan_of_the_whole_batch_is_never_freed(device):
         kernels.whole_batch(n, torch.device(device))
     gc.collect()
     assert kept() is not None
+
+
+@pytest.mark.gpu
+@needs_gpu
+@here
+def test_adab2n_uses_task_ids_on_a_gpu_as_on_a_cpu_also_captured():
+    torch.manual_seed(0)
+    images, tasks = torch.randn(64, 16, 4, 4), torch.cat([torch.full((48,), 3), torch.arange(16) % 4 % 3])
+
+    def step(device: str, strength: float) -> Callable[[], list[Tensor]]:
+        layer = tbbn.AdaptiveBalancedNorm(16, device=device, strength=strength)
+        x, ids = images.to(device, copy=True).requires_grad_(), tasks.to(device)
+
+        def work() -> list[Tensor]:
+            with tbbn.balance(layer, current=48, memory=16, past_tasks=3, task_ids=ids):
+                y = layer(x)
+            loss = y.pow(3).mean() + (tbbn.penalty(layer) if strength else 0)
+            return [y, *torch.autograd.grad(loss, (x, layer.task_logits))]
+
+        return work
+
+    for a, b in zip(step("cuda", 0.1)(), step("cpu", 0.1)(), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-5)
+    assert equals_itself_captured(step("cuda", 0.0))  # the penalty depends on the steps before
 
 
 @pytest.mark.gpu

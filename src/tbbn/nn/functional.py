@@ -1,7 +1,7 @@
 """Task-balanced batch norm as a function of tensors: row moments, the plan, one affine pass.
 
 A plan has two small constant matrices. ``gather`` (r, B) averages the B rows of a batch into the statistics of r groups;
-``scatter`` (B, r) says with which groups each row is normalised. For channel c:
+``scatter`` (B, r) says with which groups each row is normalised. For each channel:
 
     m[b], q[b]        mean and mean square of row b over its pixels
     mean[j], var[j]   gather @ m,  gather @ q - mean^2
@@ -67,8 +67,8 @@ def task_balanced_batch_norm(
 ) -> Tensor:
     """Normalise ``x`` (N, C, ...) by a plan. Update the running statistics and count the batch in place, if given.
 
-    ``plan=None`` means that there is nothing to balance: batch norm in training mode. Statistics are computed in float32, for
-    float64 input in float64.
+    ``plan=None`` means that there is nothing to balance: batch norm in training mode. Statistics are computed in float32, or in
+    float64 for float64 input.
     """
     if plan is not None and x.shape[0] != plan.rows:
         raise UserError(f"task_balanced_batch_norm: the plan covers {plan.rows} rows but the input has {x.shape[0]}.")
@@ -86,7 +86,7 @@ def task_balanced_batch_norm(
     y, mean, var, centre = reference(x, weight, bias, plan, eps)
     if running_mean is not None and running_var is not None:
         counts = plan.sizes * x[0, 0].numel()
-        unbiased = plan.running * counts / (counts - 1)  # batch norm tracks the unbiased variance
+        unbiased = plan.running * counts / (counts - 1)  # the unbiased variance is tracked, as in batch norm
         batch_mean, batch_var = _product(plan.running[None], mean)[0], _product(unbiased[None], var)[0]
         if plan.total_variance:
             batch_var = batch_var + _product(plan.running[None], (mean - batch_mean).square())[0]
@@ -97,7 +97,7 @@ def task_balanced_batch_norm(
 
 @cache
 def _find_backend() -> Callable[..., Backend | None]:
-    """``tbbn.accelerators.backend.find``: the only import of that optional folder. Where it is missing, nothing is found."""
+    """``tbbn.accelerators.backend.find``: the only import of that folder from here. Without the folder nothing is found."""
     try:
         from tbbn.accelerators.backend import find
     except ModuleNotFoundError as error:

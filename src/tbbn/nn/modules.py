@@ -3,11 +3,14 @@
 ``TaskBalancedBatchNorm1d/2d/3d`` are ``torch.nn.BatchNorm1d/2d/3d`` with the same constructor and the same ``state_dict``. They
 differ in one place: a training forward inside ``tbbn.balance(...)`` is normalised by the plan of that batch. Everywhere else
 (eval mode, no ``balance``, no memory rows, the first task) they are batch norm.
+
+A *layout* says which rows of a batch are current and which are memory. A *plan* is made from it: two matrices that say which rows
+share statistics. ``balance`` gives every layer the layout; the layer turns it into the plan that its options ask for.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +19,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tbbn.errors import UserError
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
 from tbbn.nn.plan import Layout, Plan, PlanOptions
-
-# x, running_mean, running_var, weight, bias, plan, momentum, eps, num_batches_tracked
-Arguments: TypeAlias = tuple[
-    Tensor,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    Plan | None,
-    float | Tensor,
-    float,
-    Tensor | None,
-]
 
 
 class BalancedNorm(_BatchNorm):
@@ -75,7 +65,7 @@ class BalancedNorm(_BatchNorm):
 
 
 class PlannedNorm(BalancedNorm):
-    """A balanced norm that a plan describes completely: :func:`task_balanced_batch_norm` as a module."""
+    """:func:`task_balanced_batch_norm` as a module. ``options`` are the fields of :class:`PlanOptions`: which plan to make."""
 
     kind = "tbbn"
 
@@ -101,7 +91,7 @@ class PlannedNorm(BalancedNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            return super().forward(x)  # batch norm
+            return super().forward(x)  # batch norm by the running statistics
         plan = self.plan_of(x)
         if plan is not None and self.output_statistics:
             return self._track_output(x, plan)
@@ -137,12 +127,13 @@ class PlannedNorm(BalancedNorm):
         return ", ".join([super().extra_repr(), *changed])
 
 
-def arguments(norm: _BatchNorm, x: Tensor, plan: Plan | None) -> Arguments:
-    """The arguments of :func:`task_balanced_batch_norm` for a training forward of ``norm``."""
+def arguments(norm: _BatchNorm, x: Tensor, plan: Plan | None) -> tuple[Any, ...]:
+    """The arguments of :func:`task_balanced_batch_norm`, in its order, for a training forward of ``norm``."""
     mean = var = batches = None
     momentum: float | Tensor | None = norm.momentum
     if norm.track_running_stats:
-        mean, var, batches = norm.running_mean, norm.running_var, norm.num_batches_tracked
+        buffers = norm._buffers  # attributes would go through Module.__getattr__, which is slow
+        mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
         if recomputing() and mean is not None and var is not None:  # do not count the batch twice
             mean, var, batches = mean.clone(), var.clone(), None
         elif momentum is None and batches is not None:  # cumulative average, as a tensor: nothing waits for the device

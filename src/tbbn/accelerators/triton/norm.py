@@ -55,25 +55,27 @@ def norm_act(
     momentum: float | Tensor, eps: float, batches: Tensor | None = None, *,
     relu: bool, residual: Tensor | None, moments: Tensor | None = None, training: bool = True,
 ) -> Tensor:  # fmt: skip
-    after = None  # a residual that the kernels cannot add
-    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
-        after, residual = (residual, relu), None
-        relu = False
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):  # the kernels cannot add it
+        y = norm_act(
+            x, running_mean, running_var, weight, bias, plan, momentum, eps, batches,
+            relu=False, residual=None, moments=moments, training=training,
+        )  # fmt: skip
+        return activate(y, relu, residual)
     if not training:
         assert running_mean is not None and running_var is not None
-        y = norm_launch.eval_forward(x, running_mean, running_var, weight, bias, eps, relu, residual)
-    else:
-        plan = whole_batch(x.shape[0], x.device) if plan is None else plan.to(x.device, torch.float32)
-        running = None
-        if running_mean is not None and running_var is not None:
-            unbiased = per_pixel(plan, x.shape[2:].numel()).unbiased
-            running = norm_launch.Running(
-                running_mean, running_var, plan.running, unbiased, momentum, batches, plan.total_variance
-            )
-        y = _TritonNorm.apply(x, weight, bias, residual, plan, eps, running, relu, moments)
-        if running is not None:
-            torch.autograd.graph.increment_version((running.mean, running.var))
-    return y if after is None else activate(y, after[1], after[0])
+        return norm_launch.eval_forward(x, running_mean, running_var, weight, bias, eps, relu, residual)
+    plan = whole_batch(x.shape[0], x.device) if plan is None else plan.to(x.device, torch.float32)
+    if running_mean is None or running_var is None:
+        if batches is not None:
+            batches.add_(1)
+        return _TritonNorm.apply(x, weight, bias, residual, plan, eps, None, relu, moments)
+    unbiased = per_pixel(plan, x.shape[2:].numel()).unbiased
+    running = norm_launch.Running(
+        running_mean, running_var, plan.running, unbiased, momentum, batches, plan.total_variance
+    )
+    y = _TritonNorm.apply(x, weight, bias, residual, plan, eps, running, relu, moments)
+    torch.autograd.graph.increment_version((running_mean, running_var))
+    return y
 
 
 @cache
@@ -111,7 +113,7 @@ class _TritonNorm(torch.autograd.Function):
         x, weight, bias, mean, var, y = ctx.saved_tensors
         needs = ctx.needs_input_grad
         need_residual = ctx.has_residual and needs[3]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # for second derivatives
             if ctx.relu:
                 grad = torch.where(y > 0, grad, 0)
             given = reference_gradients(grad, x, weight, bias, ctx.plan, ctx.eps, needs[:3])

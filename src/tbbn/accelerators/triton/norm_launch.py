@@ -106,13 +106,15 @@ def _power(n: int) -> int:
 
 
 class Running(NamedTuple):
+    """The running statistics, updated in the forward pass."""
+
     mean: Tensor
     var: Tensor
-    share: Tensor  # (r,)
-    unbiased: Tensor  # (r,)
+    share: Tensor  # (r,), of each group in the mean
+    unbiased: Tensor  # (r,), in the variance, with the factor n / (n - 1)
     momentum: float | Tensor
     batches: Tensor | None  # (), the number of batches, counted in the same launch
-    total: bool
+    total: bool  # whether to add the variance between groups
 
 
 def _pixels(x: Tensor) -> int:
