@@ -140,6 +140,19 @@ def test_an_option_too_large_for_a_float_is_infinite() -> None:
         check(config)
 
 
+def test_options_beside_a_name_do_not_go_to_another_norm_or_method() -> None:
+    file = {"norm": {"name": "cn", "groups": 8, "eps": 0.1}, "method": {"name": "eeil", "kd": 2}}
+    assert resolve(file, norm="tbbn").label == "eeil(kd=2) + tbbn"
+    assert resolve(file, norm="cn").label == "eeil(kd=2) + cn(eps=0.1, groups=8)"
+    assert resolve(file, norm={"name": "gn", "groups": 4}, method="ft").label == "ft + gn(groups=4)"
+    assert resolve(file, {"norm": "bn"}, {"norm": "cn"}).label == "eeil(kd=2) + cn"
+    assert resolve(file, {"norm.groups": 4}, norm="gn").label == "eeil(kd=2) + gn(groups=4)"
+    assert resolve({"norm.eps": 0.1}, norm="tbbn").label == "ft + tbbn(eps=0.1)", "without a name it is for any"
+    assert (
+        resolve(tomllib.loads(to_toml(resolve(norm="tbbn", method="eeil"))), norm="gn", method="ft").label == "ft + gn"
+    )
+
+
 PLUGIN = """
 from dataclasses import dataclass
 import tbbn

@@ -167,6 +167,28 @@ def test_the_recipe_of_a_sweep_gives_the_same_runs(tmp_path: Path) -> None:
     assert runs_of_sweeps(tmp_path) == expand(layers, axes, tmp_path)
 
 
+def test_the_recipe_of_a_sweep_keeps_apart_the_options_of_one_norm_and_those_of_all(tmp_path: Path) -> None:
+    axes = Axes(methods=("eeil", "ft"), norms=("cn", "gn", "cn(groups=4)"))
+    file = {
+        **TINY,
+        "norm.name": "cn",
+        "norm.groups": 8,
+        "method.name": "eeil",
+        "method.kd": 2,
+        "method.temperature": 3.0,
+    }
+    layers = [("mine.toml", file), ("command line", {"norm.eps": 1e-4})]
+    wanted = expand(layers, axes, tmp_path)
+    assert {str(run.config.norm) for run in wanted} == {
+        "cn(eps=0.0001, groups=8)",
+        "gn(eps=0.0001)",
+        "cn(eps=0.0001, groups=4)",
+    }
+    assert {str(run.config.method) for run in wanted} == {"eeil(kd=2, temperature=3)", "ft"}
+    (tmp_path / RECIPE).write_text(recipe_text(layers, axes))
+    assert runs_of_sweeps(tmp_path) == wanted
+
+
 def test_the_recipe_is_written_before_the_first_run_and_removed_if_none_could_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

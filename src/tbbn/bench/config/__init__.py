@@ -8,7 +8,7 @@
 """
 
 from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, Values
-from tbbn.bench.config.resolve import check_settings, complete, flatten, parse_value, resolve
+from tbbn.bench.config.resolve import check_settings, complete, flatten, merge, parse_value, resolve
 from tbbn.bench.config.settings import (
     CHOICES,
     SECTIONS,
@@ -46,6 +46,7 @@ __all__ = [
     "check_settings",
     "complete",
     "flatten",
+    "merge",
     "parse_value",
     "read_toml",
     "resolve",

@@ -21,16 +21,13 @@ def resolve(*layers: Layer | Values, **settings: Any) -> RunConfig:
     """The config of these layers; a later one overrides an earlier one, keywords come last.
 
     A layer is a mapping of settings, or a pair ``("where", mapping)`` whose name stands in errors. Names are dotted
-    (``{"train.epochs": 2}``) or nested (``{"train": {"epochs": 2}}``).
+    (``{"train.epochs": 2}``) or nested (``{"train": {"epochs": 2}}``). Options of a norm or method that stand beside its name
+    are dropped where a later layer has another name; those without a name are kept for any.
 
     >>> resolve({"method": "eeil", "train.epochs": 2}, seed=1).label
     'eeil + bn'
     """
-    values: dict[str, Any] = {}
-    for layer in (*layers, settings):
-        where, tree = _named(layer)
-        for key, value in flatten(tree).items():
-            values[_checked_name(key, where)] = _checked_value(key, value, where)
+    values, _ = merge(*layers, settings)
     below = implied(
         values.get("protocol", "clean"),
         values.get("data.name", "digits"),
@@ -40,6 +37,26 @@ def resolve(*layers: Layer | Values, **settings: Any) -> RunConfig:
         values.get("data.online", False),
     )
     return complete(_build({**below, **values}))
+
+
+def merge(*layers: Layer | Values) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of all layers, checked, by dotted name; and of each option given beside a name, that name."""
+    values: dict[str, Any] = {}
+    owners: dict[str, str] = {}
+    for layer in layers:
+        where, tree = _named(layer)
+        checked = {_checked_name(key, where): _checked_value(key, value, where) for key, value in flatten(tree).items()}
+        for section in CHOICES:
+            own = {key: value for key, value in checked.items() if key.startswith(f"{section}.")}
+            name = own.pop(f"{section}.name", None)
+            for key in own:
+                owners.pop(key, None)
+            if name is not None:
+                for key in [k for k, owner in owners.items() if k.startswith(f"{section}.") and owner != name]:
+                    del values[key], owners[key]
+                owners |= dict.fromkeys(own, name)
+        values |= checked
+    return values, owners
 
 
 def _named(layer: Layer | Values) -> Layer:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tbbn.bench.config import Values, parse_value, read_toml, to_toml
+from tbbn.bench.config import Values, merge, parse_value, read_toml, to_toml
 from tbbn.errors import UserError
 
 Layer = tuple[str, Values]  # where settings come from, for error messages, and the settings
@@ -41,11 +41,27 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], Axes]:
 
 def recipe_text(layers: Sequence[Layer], axes: Axes) -> str:
     """A recipe file with these axes and the settings of all layers; later layers override earlier ones."""
+    values, owners = merge(*layers)
+    sweep = {name: entries for name, entries in asdict(axes).items() if entries}
+    for axis, kind in (("methods", "method"), ("norms", "norm")):
+        if axis in sweep:  # options of one norm move into its entry, so that those left are for all
+            owned = {key: (owners[key], values.pop(key)) for key in list(owners) if key.startswith(f"{kind}.")}
+            values.pop(f"{kind}.name", None)
+            sweep[axis] = [_with_options(kind, entry, owned) for entry in sweep[axis]]
     tree: dict[str, Any] = {}
-    for key, value in {key: value for _, layer in layers for key, value in layer.items()}.items():
+    for key, value in values.items():
         section, _, name = key.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[name] = value
-    return to_toml({**tree, "sweep": {name: values for name, values in asdict(axes).items() if values}})
+    return to_toml({**tree, "sweep": sweep})
+
+
+def _with_options(kind: str, entry: str, owned: dict[str, tuple[str, Any]]) -> str:
+    """An entry of a sweep with the options that settings give to its name."""
+    chosen = parse_choice(kind, entry)
+    name = chosen.pop(f"{kind}.name")
+    options = {key: value for key, (owner, value) in owned.items() if owner == name} | chosen
+    inside = ",".join(f"{key.removeprefix(f'{kind}.')}={value}" for key, value in options.items())
+    return f"{name}({inside})" if len(options) > len(chosen) else entry
 
 
 def split_names(text: str) -> tuple[str, ...]:
