@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -71,8 +71,12 @@ class Entry(Generic[T]):
 
     value: T
     description: str
-    options: Mapping[str, Option]
     origin: Origin
+    given: Mapping[str, Option] | None = None  # its options, where they are not to be read off it
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        return options_of(self.value) if self.given is None else self.given
 
 
 class Registry(Generic[T]):
@@ -108,9 +112,9 @@ class Registry(Generic[T]):
                 f"{self.kind} {name!r} is already registered by {old.origin}; {origin} must use another name."
             )
         description = description or (inspect.getdoc(value) or "").partition("\n")[0].rstrip(".")
-        if options is None:
-            options = options_of(value) if self.configurable else {}
-        self._entries[name] = Entry(value, description, options, origin)
+        if options is None and not self.configurable:
+            options = {}
+        self._entries[name] = Entry(value, description, origin, options)
         return value
 
     def decorator(
@@ -234,6 +238,8 @@ def load_plugin(plugin: str) -> Origin:
 
 def load_installed() -> None:
     """Import every installed plugin, once."""
+    from importlib import metadata  # slow, and not needed by who uses the layer alone
+
     if GROUP in _loaded or _loading:
         return
     for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: (point.value, point.name)):
@@ -310,6 +316,8 @@ def _file_origin(file: str) -> Origin:
 
 def _module_origin(module: str) -> Origin:
     """The installed package that holds a module, or the module with its file's hash."""
+    from importlib import metadata
+
     top = module.partition(".")[0]
     for package in metadata.packages_distributions().get(top, ()):
         return Origin(package, metadata.version(package))

@@ -163,9 +163,15 @@ def test_data_may_be_arrays_or_datasets(capsys: pytest.CaptureFixture[str]) -> N
     assert result.network()(torch.from_numpy(IMAGES)[:, None]).shape == (48, 4)
     assert main(["verify", "kept"]) == 0 and main(["show", "kept"]) == 0
     assert "OK" in capsys.readouterr().out
+    assert main(["verify", "kept", "--json"]) == 0  # the data is still there: its labels are compared
+    subjects = [finding["subject"] for finding in json.loads(capsys.readouterr().out)[0]["findings"]]
+    assert "accuracy after task 2" in subjects
     name = result.config.data.name
     del result, other
     gc.collect()
+    assert main(["verify", "kept", "--json"]) == 0
+    subjects = [finding["subject"] for finding in json.loads(capsys.readouterr().out)[0]["findings"]]
+    assert any(subject.startswith("predictions (not compared with the labels: the data was") for subject in subjects)
     (loaded,) = tbbn.load("kept")
     assert loaded.network()(torch.from_numpy(IMAGES)[:, None]).shape == (48, 4)  # needs no data
     with pytest.raises(UserError, match=f"'{name}' was passed in memory and is gone; pass the same data"):
@@ -187,7 +193,7 @@ def test_a_backbone_may_be_a_function() -> None:
     with temporary(fresh=True):
         (loaded,) = tbbn.load("kept")
         assert loaded.accuracy == result.accuracy
-        with pytest.raises(UserError, match=f"kept: backbone '{name}' comes from the plugin .*, which is not here"):
+        with pytest.raises(UserError, match=f"kept: backbone '{name}' is not registered here; .* tbbn.load"):
             loaded.network()
         assert torch.equal(tbbn.load("kept", backbone=Flat)[0].network()(images), scores)
 

@@ -166,6 +166,11 @@ class Result:
             return trained(self.record, self._network)
         if self.directory is None:
             raise UserError("this run has no network: it did not get as far as the first task.")
+        if self.config.backbone not in BACKBONES:
+            raise UserError(
+                f"{self.directory}: backbone {self.config.backbone!r} is not registered here; register it, name its plugin, or "
+                "pass its function: tbbn.load(folder, backbone=...)."
+            )
         return load_trained(self.record, self.directory)
 
     def to_frame(self) -> Any:

@@ -95,7 +95,8 @@ def test_runs_of_a_package_are_read_without_it(
         assert main(["verify", "runs/mine", "--retrain-task", "2"]) == 2
         wanted = "runs/mine: method 'tempered' comes from the plugin striped 1.2, which is not here; install it"
         assert wanted in capsys.readouterr().err
-        assert "unknown method 'tempered'" in mistake(capsys, "run", *WORDS, "--quiet")
+        assert wanted in mistake(capsys, "run", *WORDS, "--name", "mine")  # the record there knows its plugin
+        assert "unknown method 'tempered'" in mistake(capsys, "run", *WORDS, "--name", "another")
 
 
 def temporary_absence(site: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -121,8 +121,8 @@ def test_mistakes_are_one_line(data: Any, wanted: str) -> None:
 def test_what_was_given_has_a_name_while_somebody_holds_it() -> None:
     source = remember(PAIR)
     assert source.name.startswith("arrays:") and remember((IMAGES.copy(), LABELS)) is source
-    other = remember((IMAGES, LABELS[::-1]))
-    assert other.name != source.name
+    other, named = remember((IMAGES, LABELS[::-1])), remember((IMAGES, ["abcd"[label] for label in LABELS]))
+    assert len({other.name, named.name, source.name}) == 3
     loaded = load(source.name)
     assert loaded.name == source.name and loaded.train.images is source.train.images
     assert load(source.name, size=8).train.images.shape == (16, 3, 8, 8)

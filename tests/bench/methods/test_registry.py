@@ -8,7 +8,7 @@ import pytest
 from tbbn.bench.methods import Method, method
 from tbbn.bench.methods.base import make_method
 from tbbn.errors import UserError
-from tbbn.registry import METHODS
+from tbbn.registry import METHODS, register_method, temporary
 
 NAMES = "afc balaug bic derpp eeil er ft icarl il2m joint lucir podnet ssil wa"
 KINDS = {name: METHODS.get(name) for name in METHODS}
@@ -107,6 +107,35 @@ def test_a_method_of_one_s_own_gets_the_same_checks() -> None:
     assert make_method("mine", Mine, {"share": 0.25}).share == 0.25  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"mine\.share must be between 0 and 1, got 2\.0"):
         make_method("mine", Mine, {"share": 2})
+
+
+@temporary()
+def test_what_is_registered_must_be_a_method() -> None:
+    @register_method("plain")
+    class Plain: ...
+
+    @register_method("bare")
+    class Bare(Method):
+        share: float = 0.5
+
+    @register_method("inherits")
+    class Inherits(KINDS["lucir"]): ...  # type: ignore[misc,valid-type]
+
+    with pytest.raises(UserError, match=r"^method 'plain' must be a class derived from tbbn\.bench\.methods\.Method"):
+        method("plain")
+    with pytest.raises(UserError, match=r"^method 'bare' has options, so its class needs @dataclass\(frozen=True\)"):
+        method("bare")
+    assert method("inherits", {"top_k": 1}).top_k == 1  # type: ignore[attr-defined]
+
+
+@temporary()
+def test_the_order_of_the_decorators_does_not_matter() -> None:
+    @dataclass(frozen=True)
+    @register_method("turned")
+    class Turned(Method):
+        share: float = 0.5
+
+    assert METHODS.defaults("turned") == {"share": 0.5} and method("turned", {"share": 0.25}).share == 0.25  # type: ignore[attr-defined]
 
 
 def test_the_base_has_no_loss() -> None:

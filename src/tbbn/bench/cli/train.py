@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,18 +101,29 @@ def _requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, s
         parts = [given.get("data.name", "digits"), method or "ft", norm or "bn"]
         name = re.sub(r"[^\w.=+-]+", "_", "-".join(parts).replace(",", "+")).strip("_")
     folder = Path(args.out) / name
-    return expand(layers, axes, folder), folder, recipe_text(layers, axes)
+    try:
+        return expand(layers, axes, folder), folder, recipe_text(layers, axes)
+    except UserError:
+        _require_plugins([folder])  # a record there may know which plugin is missing
+        raise
+
+
+def _require_plugins(folders: Iterable[Path], *, unfinished: bool = False) -> None:
+    """Load what the runs in these folders need, or say which plugin is missing."""
+    from tbbn.bench.engine.plugins import require_plugins
+    from tbbn.bench.runs.record import RECORD, load_record
+
+    for file in sorted(file for folder in folders for file in folder.rglob(RECORD)):
+        record = load_record(file.parent)
+        if not unfinished or record.status != "finished":
+            require_plugins(record.run_config, record.plugins, str(file.parent))
 
 
 def _resume(args: argparse.Namespace) -> int:
-    from tbbn.bench.engine.plugins import require_plugins
     from tbbn.bench.runs.pending import PendingRun, runs_of_sweeps
     from tbbn.bench.runs.record import RECORD, load_record
 
-    for file in sorted(file for text in args.runs for file in Path(text).rglob(RECORD)):
-        record = load_record(file.parent)
-        if record.status != "finished":
-            require_plugins(record.run_config, record.plugins, str(file.parent))
+    _require_plugins(map(Path, args.runs), unfinished=True)
     known = {run.directory: run for text in args.runs for run in runs_of_sweeps(Path(text))}
     runs = [
         PendingRun(load_record(folder).run_config, folder) if (folder / RECORD).exists() else known[folder]

@@ -7,6 +7,7 @@ from typing import Any
 
 from tbbn.bench.config import RunConfig
 from tbbn.bench.data.loading import base_names
+from tbbn.bench.data.sources.arrays import is_remembered
 from tbbn.errors import UserError
 from tbbn.registry import (
     AUGMENTATIONS,
@@ -63,7 +64,7 @@ def require_plugins(config: RunConfig, recorded: Sequence[Mapping[str, Any]], wh
             if kind not in _TABLES or name not in _TABLES[kind]:
                 raise UserError(
                     f"{where}: {kind} {name!r} comes from the plugin {_shown(plugin)}, which is not here; install it, or "
-                    "give its file with --plugin."
+                    "name its file as a plugin."
                 )
 
 
@@ -81,10 +82,10 @@ def check_unchanged(config: RunConfig, recorded: Sequence[Mapping[str, Any]], wh
 def without_data(config: RunConfig) -> str:
     """Why the config's data set cannot be loaded here: its plugin is missing, or it was given in memory; empty if it can."""
     for name in base_names(config.data.name):
-        if name == "arrays":
-            return "it was given in memory"
         if name not in DATASETS:
             return f"dataset {name!r} comes from a plugin that is not here"
+        if name == "arrays" and not is_remembered(config.data.name.partition(":")[2]):
+            return "the data was passed in memory and is gone"
     return ""
 
 

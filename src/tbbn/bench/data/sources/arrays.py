@@ -27,7 +27,7 @@ _given: weakref.WeakValueDictionary[str, Source] = weakref.WeakValueDictionary()
 def remember(data: Any) -> Source:
     """The data as a source named ``arrays:DIGEST``, which a config can hold. `recall` finds it while it is in use."""
     contents, stats = read_arrays("data", data)
-    found = hashlib.sha256()
+    found = hashlib.sha256(repr(contents.classes).encode())
     for split in (contents.train, contents.test):
         assert isinstance(split.images, Tensor)
         found.update(f"{tuple(split.images.shape)}".encode())
@@ -45,9 +45,13 @@ def arrays(argument: str, size: int | None) -> Source:
     return make_source(source.name, contents, (source.mean, source.std), size)
 
 
+def is_remembered(digest: str) -> bool:
+    return digest in _given
+
+
 def recall(digest: str) -> Source:
     """The source that `remember` made."""
-    if digest not in _given:
+    if not is_remembered(digest):
         raise UserError(
             f"dataset 'arrays:{digest}' was passed in memory and is gone; pass the same data to tbbn.run(data=...)"
         )
