@@ -12,10 +12,12 @@ from commandline import TINY, Capture, files, mistake
 
 from tbbn.bench import config
 from tbbn.bench.cli.main import main
+from tbbn.bench.cli.train import must_compile_kernels
 from tbbn.bench.config.toml import tomllib
 from tbbn.bench.data import loading
 from tbbn.bench.data.types import Source, Split
 from tbbn.bench.runs import sweep
+from tbbn.bench.runs.pending import PendingRun
 from tbbn.bench.runs.record import load_record
 
 
@@ -163,22 +165,27 @@ def test_a_failed_run_of_several_has_an_exit_code_too(
     assert "1 failed after 0 of 0 tasks, 1 finished" in said.out
 
 
-def test_who_must_wait_for_kernels_to_be_compiled_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_first_run_on_a_gpu_says_that_kernels_are_compiled(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr("tbbn.bench.cli.train.must_compile_kernels", lambda runs: True)
+    words = ["run", *TINY, "--out", str(tmp_path), "--name"]
+    assert main([*words, "a"]) == 0 and main([*words, "b", "--quiet"]) == 0
+    assert capsys.readouterr().err.count("compiling GPU kernels at their first use") == 1
+
+
+def test_kernels_are_compiled_for_runs_on_a_gpu_unless_the_cache_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("tbbn.accelerators.triton.TRITON", True)
-    tiny = ["run", "--data", "synthetic:4x12x4x8", "--data.tasks", "2", "--train.epochs", "1", "--memory.budget", "8"]
-
-    def told(name: str, on_gpu: bool) -> bool:
-        monkeypatch.setattr("tbbn.bench.cli.train._on_gpu", lambda runs: on_gpu)
-        assert main([*tiny, "--out", str(tmp_path), "--name", name]) == 0
-        return "compiling GPU kernels at their first use" in capsys.readouterr().err
-
-    assert told("first", on_gpu=True) and not told("on a CPU", on_gpu=False)
-    (cache / "kernel").mkdir(parents=True)
-    assert not told("later", on_gpu=True)
+    on_cpu, on_any = ([PendingRun(config.resolve(("test", {"device": d})), tmp_path)] for d in ("cpu", "auto"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not must_compile_kernels(on_any)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert must_compile_kernels(on_any) and not must_compile_kernels(on_cpu)
+    (tmp_path / "cache" / "kernel").mkdir(parents=True)
+    assert not must_compile_kernels(on_any)
 
 
 def test_a_dry_run_prints_config_layout_and_steps_and_does_nothing(tmp_path: Path, capsys: Capture) -> None:

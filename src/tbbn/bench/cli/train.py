@@ -140,7 +140,7 @@ def _train(
     from tbbn.bench.runs.sweep import run_all
 
     lanes = _lanes(args.lanes)
-    if not args.quiet and nothing_compiled() and _on_gpu(runs):
+    if not args.quiet and must_compile_kernels(runs):
         print("compiling GPU kernels at their first use: the first step may take half a minute", file=sys.stderr)
     with run_progress(runs, args.quiet) as progress, stop_on_signal() as stop:
         records = run_all(
@@ -186,10 +186,11 @@ def _summary(run: PendingRun, record: Record) -> dict[str, Any]:
     }
 
 
-def _on_gpu(runs: list[PendingRun]) -> bool:
+def must_compile_kernels(runs: list[PendingRun]) -> bool:
+    """Whether a run uses a GPU whose kernels Triton has not compiled yet."""
     import torch
 
-    return torch.cuda.is_available() and any(run.config.device != "cpu" for run in runs)
+    return nothing_compiled() and torch.cuda.is_available() and any(run.config.device != "cpu" for run in runs)
 
 
 def _lanes(text: str) -> int | None:
