@@ -1,10 +1,15 @@
-"""Task-balanced batch norm on a GPU: is it right, and what does it cost beside ``nn.BatchNorm2d``?
+"""Task-balanced batch norm on a GPU: is it correct, and what does it cost relative to ``nn.BatchNorm2d``?
 
     PYTHONPATH=src python3 benchmarks/gpu.py [float64] [equality] [convolutions] [speed]
 
-Needs torch with Triton and a CUDA device, nothing else. First the kernels against float64, then captured runs against eager
-ones and a lane against the run alone, bit for bit, then convolutions beside cuDNN's and the tables of ``tbbn speed``; or the
-parts that are named. Parts may fail alone. Where OUT is set, ``$OUT/gpu.json`` has every number (``gpu-NAME.json`` of one part).
+Needs only torch with Triton and a CUDA device. Without arguments it runs all parts:
+
+- float64: the kernels against float64
+- equality: captured runs against eager ones, and a lane against the run alone, bit for bit
+- convolutions: against cuDNN's, errors and time
+- speed: the tables of ``tbbn speed``
+
+A part that fails does not stop the others. If OUT is set, all numbers go to ``$OUT/gpu.json``, or ``gpu-PART.json`` for parts.
 """
 
 from __future__ import annotations
@@ -56,7 +61,7 @@ def section(title: str, work: Callable[[], Any]) -> None:
 
 
 def spilled() -> dict[str, int]:
-    """Kernels whose values did not fit the registers, and how many: this card's compiler may not be the tests'."""
+    """Kernels that spill registers, and how many. The compiler for this card may differ from the one in the tests."""
     from tbbn.accelerators.triton import conv_kernels, crop, norm_backward, norm_forward
 
     found: dict[str, int] = {}
@@ -80,7 +85,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 def check_one(shape: tuple[int, ...], dtype: str, fmt: str, residual: bool) -> dict[str, float]:
-    """Errors against float64 of ``relu(norm(x) + residual)``, or of the norm alone, and whether bits are the same twice."""
+    """Errors against float64 of ``relu(norm(x) + residual)`` or of the norm alone; and whether two calls agree bit for bit."""
 
     def draw() -> Tensor:
         return torch.randn(shape, device=DEVICE).to(speed.DTYPES[dtype]).to(memory_format=speed.FORMATS[fmt])
@@ -100,7 +105,7 @@ def check_one(shape: tuple[int, ...], dtype: str, fmt: str, residual: bool) -> d
         want = F.relu(want + exact[3])
     g = (
         draw() * ((y > 0) == (want > 0)) if residual else draw()
-    )  # a value at zero may be cut in one and not in the other
+    )  # near zero, ReLU may cut a value in one and not in the other
     got, again = (torch.autograd.grad(norm(), inputs, g) for _ in range(2))
     errors = {"y": apart(y, want)}
     for name, a, b in zip(
@@ -129,7 +134,7 @@ def check() -> dict[str, Any]:
     return found
 
 
-# channels in and out, side of the image, kernel, stride: those of a ResNet-32
+# of a ResNet-32: channels in, channels out, image side, kernel size, stride
 CONVOLUTIONS = (
     (3, 16, 32, 3, 1),
     (16, 16, 32, 3, 1),
@@ -143,7 +148,7 @@ CONVOLUTIONS = (
 
 
 def convolution(n_in: int, n_out: int, side: int, size: int, stride: int) -> dict[str, Any]:
-    """Errors against float64, and microseconds of a forward and backward beside cuDNN's, in bf16."""
+    """Errors against float64, and microseconds of forward plus backward here and in cuDNN, in bf16."""
     layer = Conv2d(n_in, n_out, size, stride=stride, padding=size // 2, bias=False)
     layer = layer.to(DEVICE, torch.bfloat16).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -155,7 +160,7 @@ def convolution(n_in: int, n_out: int, side: int, size: int, stride: int) -> dic
 
     def gradients(y: Tensor, x: Tensor, weight: Tensor, g: Tensor) -> list[Tensor]:
         found = torch.autograd.grad(y, (weight, *([x] if x.requires_grad else [])), g)
-        return [y.detach(), *found]  # with its graph it would tie what is captured later to this stream
+        return [y.detach(), *found]  # detached: a live autograd graph would tie later captures to this stream
 
     def ours(x: Tensor, g: Tensor) -> list[Tensor]:
         return gradients(layer.with_moments(x).out, x, layer.weight, g)
@@ -197,17 +202,17 @@ def config(method: str, norm: str, precision: str, backbone: str, seed: int = 0)
     )
 
 
-def finished(chosen: RunConfig, eager_steps: int) -> tuple[Run, int]:
-    """The run after its end, and how many graphs it captured."""
+def finished(settings: RunConfig, eager_steps: int) -> tuple[Run, int]:
+    """A finished run, and how many graphs it captured."""
     before, CapturedFunction.EAGER_CALLS = CapturedFunction.EAGER_CALLS, eager_steps
     graphs = set()
     try:
-        job = Run(chosen)
-        for _ in job.events():
-            graphs |= {step.graph.graph for step in job.steps.values() if step.graph and step.graph.graph}
+        run = Run(settings)
+        for _ in run.events():
+            graphs |= {step.graph.graph for step in run.steps.values() if step.graph and step.graph.graph}
     finally:
         CapturedFunction.EAGER_CALLS = before
-    return job, len(graphs)
+    return run, len(graphs)
 
 
 CASES = (
@@ -221,7 +226,7 @@ CASES = (
 
 
 def equality() -> dict[str, bool]:
-    """A captured run is the eager run, and a lane is the run alone, to the last bit."""
+    """Captured runs equal eager runs, and lanes equal runs alone, bit for bit."""
     found = {}
     for case in CASES:
         method, _, precision, backbone = case
@@ -229,7 +234,7 @@ def equality() -> dict[str, bool]:
         a, b = alone.network.state_dict(), eager.network.state_dict()
         lane = run_lanes([config(*case), config(*case, seed=1), config(method, "bn", precision, backbone)], 3)[0]
         same = lane.accuracy == alone.record.accuracy and lane.history == alone.record.history
-        same &= graphs >= 2 and not none  # one a task at least
+        same &= graphs >= 2 and not none  # at least one per task
         found[" ".join(case)] = all(torch.equal(a[k], b[k]) for k in a) and same
         print(f"   {case}: {found[' '.join(case)]}, {graphs} graphs", flush=True)
     return found
@@ -247,9 +252,9 @@ PARTS = {"float64": check, "equality": equality, "convolutions": convolutions, "
 
 if __name__ == "__main__":
     if unknown := set(sys.argv[1:]) - set(PARTS):
-        sys.exit(f"gpu.py: no part {min(unknown)!r}; choose from: {', '.join(PARTS)}.")
+        sys.exit(f"gpu.py: unknown part {min(unknown)!r}; choose from: {', '.join(PARTS)}.")
     if not torch.cuda.is_available():
-        sys.exit("gpu.py: no CUDA device here; the kernels' tests on a CPU are `make test`.")
+        sys.exit("gpu.py: no CUDA device here; on a CPU, `make test` tests the kernels.")
     for part in sys.argv[1:] or PARTS:
         section(part, PARTS[part])
     print(f"kernels that spill registers: {spilled() or 'none'}")

@@ -1,11 +1,11 @@
-"""What the bench costs beyond the network: a training step and an evaluation, against the bare forward and backward.
+"""What the bench costs beyond the network: its training step and evaluation against bare forward and backward passes.
 
 python benchmarks/throughput.py [--quick] [--json] [--threads N]
 
-The bench's step is timed as a run does it, through the engine's own generator: drawing the epoch, gathering rows, augmentation
-(padded random-resized crop), normalisation, forward, loss, backward, SGD, adding up the losses. The bare step is forward,
-cross-entropy, backward and SGD of the same network on a tensor that lies ready. Rounds of the two take turns, so that a change
-in the machine's speed meets both; numbers are medians over rounds.
+The bench's step is timed as a run does it, through the engine's generator: drawing the epoch, gathering rows, augmentation
+(padded random-resized crop), normalisation, forward, loss, backward, SGD, summing the losses. The bare step is forward,
+cross-entropy, backward and SGD of the same network on a tensor that is already there. Rounds of the two alternate, so that
+a change in the machine's speed affects both; numbers are medians over rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TARGET = 1.15
 
 
 def fake_cifar(n_train: int, n_test: int) -> Source:
-    """Random images of CIFAR-100's shape; their content costs the same as any other."""
+    """Random images of CIFAR-100's shape; the time does not depend on their content."""
     generator = torch.Generator().manual_seed(0)
 
     def split(n: int) -> Split:
@@ -66,9 +66,9 @@ def config(threads: int) -> RunConfig:
     )
 
 
-def steps_of(job: Run) -> Iterator[None]:
-    """One item a training step; what an epoch's beginning and end cost is in the step they come with."""
-    return (None for event in job.events() if isinstance(event, Stepped))
+def steps_of(run: Run) -> Iterator[None]:
+    """One item per training step; the start and end of an epoch count for the step next to them."""
+    return (None for event in run.events() if isinstance(event, Stepped))
 
 
 def bare_network() -> tuple[Network, torch.optim.Optimizer]:
@@ -97,7 +97,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def compare(ours: Callable[[], Any], bare: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """Median seconds of both and the median ratio; who goes first changes from round to round."""
+    """Median seconds of both and their median ratio; they take turns going first."""
     pairs = []
     for i in range(rounds):
         if i % 2:
@@ -112,10 +112,10 @@ def compare(ours: Callable[[], Any], bare: Callable[[], Any], rounds: int) -> di
     }
 
 
-def training(job: Run, rounds: int, n_steps: int) -> dict[str, float]:
+def training(run: Run, rounds: int, n_steps: int) -> dict[str, float]:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(BATCH, 3, 32, 32, generator=generator).contiguous(memory_format=torch.channels_last)
-    ours, bare = steps_of(job), bare_steps(images, torch.arange(BATCH) % CLASSES)
+    ours, bare = steps_of(run), bare_steps(images, torch.arange(BATCH) % CLASSES)
     for steps in (ours, bare):  # a warm-up
         next(itertools.islice(steps, 2, None))
     found = compare(
@@ -131,18 +131,18 @@ def training(job: Run, rounds: int, n_steps: int) -> dict[str, float]:
     }
 
 
-def evaluation(job: Run, rounds: int) -> dict[str, float]:
-    """All test images through the engine's evaluation, against forwards over tensors that lie ready."""
-    rows = torch.arange(len(job.test_data.images))
-    ready = [job.test_data.evaluation_images(part, []) for part in rows.split(EVALUATION)]
+def evaluation(run: Run, rounds: int) -> dict[str, float]:
+    """All test images through the engine's evaluation, against forward passes over tensors that are already there."""
+    rows = torch.arange(len(run.test_data.images))
+    ready = [run.test_data.evaluation_images(part, []) for part in rows.split(EVALUATION)]
 
     @torch.no_grad()
     def bare() -> Tensor:
-        network = job.network.eval()
+        network = run.network.eval()
         return torch.cat([network(images).logits.argmax(1) for images in ready])
 
     def ours() -> Tensor:
-        keep = evaluation_pass(job.network, job.test_data, rows, EVALUATION, "fp32", lambda out: out.logits.argmax(1))
+        keep = evaluation_pass(run.network, run.test_data, rows, EVALUATION, "fp32", lambda out: out.logits.argmax(1))
         return torch.cat(list(keep))
 
     found = compare(ours, bare, rounds)
@@ -157,21 +157,21 @@ def evaluation(job: Run, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and images: a rough number in half a minute")
-    parser.add_argument("--json", action="store_true", help="results as JSON")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and images: rough numbers in half a minute")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
-    chosen = parser.parse_args()
-    torch.set_num_threads(chosen.threads)
-    source = fake_cifar(5000, 2000 if chosen.quick else 10000)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    source = fake_cifar(5000, 2000 if args.quick else 10000)
     loading.load = lambda *_, **__: source
-    job = Run(config(chosen.threads))
+    run = Run(config(args.threads))
     result = {
         "torch": torch.__version__,
-        "threads": chosen.threads,
-        "training": training(job, rounds=4 if chosen.quick else 12, n_steps=5 if chosen.quick else 10),
-        "evaluation": evaluation(job, rounds=4),
+        "threads": args.threads,
+        "training": training(run, rounds=4 if args.quick else 12, n_steps=5 if args.quick else 10),
+        "evaluation": evaluation(run, rounds=4),
     }
-    if chosen.json:
+    if args.json:
         print(json.dumps(result, indent=1))
         return
     step, test = result["training"], result["evaluation"]
