@@ -20,7 +20,7 @@ import torch
 
 import tbbn
 from tbbn.bench import config
-from tbbn.registry import temporary
+from tbbn.plugins import temporary
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -42,7 +42,7 @@ tbbn.nothing
 
 # The rooms of the house from the ground up: a module may import its own room and those before it.
 ROOMS = (
-    "errors", "registry", "nn", "accelerators",
+    "errors", "registry", "plugins", "nn", "accelerators",
     "bench.files", "bench.seeds", "bench.metrics", "bench.timing", "bench.vision", "bench.config", "bench.data", "bench.models",
     "bench.methods",
     "bench.engine", "bench.runs", "bench.progress", "bench.report", "bench.api",
@@ -50,9 +50,10 @@ ROOMS = (
 )  # fmt: skip
 # Imports that go up, each for a reason.
 UPWARDS = {
+    ("registry", "plugins"),  # looked for when a name is not built in
     ("nn", "accelerators"),  # one lazy call, in functional.py
 }
-WITHOUT_TORCH = {"errors", "registry", "bench.files", "bench.metrics", "bench.config"}
+WITHOUT_TORCH = {"errors", "registry", "plugins", "bench.files", "bench.metrics", "bench.config"}
 
 
 def room(module):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tbbn.errors import UserError
+from tbbn.plugins import load_plugin, temporary
 from tbbn.registry import (
     BUILT_IN,
     METHODS,
@@ -19,11 +20,9 @@ from tbbn.registry import (
     REGISTRIES,
     Option,
     Origin,
-    load_plugin,
     options_of,
     register_method,
     register_norm,
-    temporary,
 )
 
 NORM = """

@@ -76,7 +76,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what a public name needs when it is first used: registering needs nothing, the layer torch alone."""
-    if name not in (*__all__, "errors", "nn", "registry"):
+    if name not in (*__all__, "errors", "nn", "plugins", "registry"):
         raise AttributeError(f"module 'tbbn' has no attribute {name!r}")
     if name.startswith("register_"):
         return getattr(import_module("tbbn.registry"), name)

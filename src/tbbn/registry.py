@@ -12,28 +12,22 @@ asked. This module itself imports neither torch nor the bench, so the config may
     METHODS.options("eeil")  # {"kd": Option(default=1.0, help="..."), ...}; an unknown name is an error
     METHODS.get("eil")       # UserError: unknown method 'eil'; ... Did you mean 'eeil'?
 
-Plugins are modules or files that call the decorators. Installed ones (entry point group ``tbbn.plugins``) are imported when a
-name is not built in, or when names are listed; others by :func:`load_plugin`.
+Installed plugins (:mod:`tbbn.plugins`) are imported when a name is not built in, or when names are listed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tbbn.errors import UserError, unknown_name
 
 T = TypeVar("T")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, **kwargs
-GROUP = "tbbn.plugins"  # the entry points of installed plugins
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,6 @@ class Origin:
 
 
 BUILT_IN = Origin("tbbn")
-SESSION = Origin("this session")
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ class Registry(Generic[T]):
 
         Registering the same function or class again, as a notebook cell does when it is run twice, replaces it.
         """
-        origin = origin or origin_of(sys._getframe(1).f_globals)
+        origin = origin or _origin_of(sys._getframe(1).f_globals)
         if origin != BUILT_IN:
             import_module(self.home)  # so that a name this package uses is taken
         if not name or not isinstance(name, str) or set(name) & set(" ,+:()="):
@@ -123,7 +116,7 @@ class Registry(Generic[T]):
         """:meth:`register` as a decorator; without a description the first line of the docstring is used."""
         if not isinstance(name, str):
             raise UserError(f'register_{self.kind} needs a name: @tbbn.register_{self.kind}("my-{self.kind}").')
-        origin = origin_of(sys._getframe(1).f_globals)
+        origin = _origin_of(sys._getframe(1).f_globals)
         return lambda value: self.register(name, value, description, options, origin=origin)
 
     def entry(self, name: str) -> Entry[T]:
@@ -166,7 +159,7 @@ class Registry(Generic[T]):
     def describe(self) -> dict[str, Entry[T]]:
         """Every name there is, those of installed plugins included, in the order of registration."""
         import_module(self.home)
-        load_installed()
+        _plugins().load_installed()
         return dict(self._entries)
 
     def registered(self) -> dict[str, Entry[T]]:
@@ -177,7 +170,7 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         import_module(self.home)
         if name not in self._entries:
-            load_installed()
+            _plugins().load_installed()
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
@@ -198,6 +191,22 @@ def options_of(value: Any) -> dict[str, Option]:
     return {p.name: Option(None if p.default is p.empty else p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
+def _plugins() -> Any:
+    return import_module("tbbn.plugins")  # not before it is needed: the layer alone has no use for it
+
+
+def _origin_of(namespace: Mapping[str, Any]) -> Origin:
+    """Where code with these globals comes from."""
+    built_in = str(namespace.get("__name__")).partition(".")[0] == "tbbn"
+    found: Origin = BUILT_IN if built_in else _plugins().origin_of(namespace)
+    return found
+
+
+def _same_place(old: Any, new: Any) -> bool:
+    places = [(getattr(v, "__module__", None), getattr(v, "__qualname__", None)) for v in (old, new)]
+    return places[0] == places[1] and None not in places[0] and "<lambda>" not in str(places[0][1])
+
+
 METHODS: Registry[Any] = Registry("method", "tbbn.bench.methods", configurable=True)
 NORMS: Registry[Any] = Registry("norm", "tbbn.nn.convert", configurable=True)
 DATASETS: Registry[Any] = Registry("dataset", "tbbn.bench.data.loading")
@@ -210,138 +219,3 @@ register_norm = NORMS.decorator
 register_dataset = DATASETS.decorator
 register_backbone = BACKBONES.decorator
 register_augmentation = AUGMENTATIONS.decorator
-
-
-# Plugins. An import that fails leaves no names behind.
-
-_loaded: dict[str, Origin] = {}  # by module name or file path, and GROUP for the installed ones
-_loading: list[Origin] = []  # the plugin being imported
-
-
-def load_plugin(plugin: str) -> Origin:
-    """Import a plugin, given as a module's name or a file (``./mine.py``); return what it is, with version or file hash.
-
-    A second call does nothing, unless the file has changed.
-    """
-    is_file = plugin.endswith(".py") or "/" in plugin
-    path = Path(plugin).expanduser().resolve()
-    key, origin = (str(path), _file_origin(plugin)) if is_file else (plugin, _module_origin(plugin))
-    if _loaded.get(key) != origin:
-        with _importing(plugin, origin):
-            if is_file:
-                _run_file(path)
-            else:
-                import_module(plugin)
-        _loaded[key] = origin
-    return origin
-
-
-def load_installed() -> None:
-    """Import every installed plugin, once."""
-    from importlib import metadata  # slow, and not needed by who uses the layer alone
-
-    if GROUP in _loaded or _loading:
-        return
-    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: (point.value, point.name)):
-        origin = Origin(point.dist.name, point.dist.version) if point.dist else Origin(point.value)
-        with _importing(point.value, origin):
-            point.load()
-        _loaded[point.module] = origin
-    _loaded[GROUP] = BUILT_IN
-
-
-@contextmanager
-def temporary(*, fresh: bool = False) -> Iterator[None]:
-    """What is registered inside is gone afterwards; ``fresh``: begin with what is built in, as a new process does."""
-    tables, loaded = _tables(), dict(_loaded)
-    if fresh:
-        _restore([{} for _ in REGISTRIES])
-        _loaded.clear()
-    try:
-        yield
-    finally:
-        _restore(tables)
-        _loaded.clear()
-        _loaded.update(loaded)
-
-
-@contextmanager
-def _importing(plugin: str, origin: Origin) -> Iterator[None]:
-    tables = _tables()
-    _loading.append(origin)
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        _restore(tables)
-        if isinstance(error, ModuleNotFoundError) and error.name == plugin:
-            raise UserError(
-                f"plugin {plugin}: no such module; install it, or give a file such as ./{plugin}.py."
-            ) from None
-        first = (str(error).strip().splitlines() or [""])[0]
-        what = first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
-        raise UserError(f"plugin {plugin} cannot be loaded: {what}") from error
-    finally:
-        _loading.pop()
-
-
-def _tables() -> list[dict[str, Entry[Any]]]:
-    return [dict(registry._entries) for registry in REGISTRIES]
-
-
-def _restore(tables: list[dict[str, Entry[Any]]]) -> None:
-    for registry, before in zip(REGISTRIES, tables, strict=True):
-        # Built-in names may have been registered meanwhile; their home module does so only once.
-        built_in = {name: entry for name, entry in registry._entries.items() if entry.origin == BUILT_IN}
-        registry._entries = built_in | before
-
-
-def _run_file(path: Path) -> None:
-    name = f"tbbn_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # a dataclass looks its module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-
-
-def _file_origin(file: str) -> Origin:
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise UserError(f"plugin {file}: no such file.")
-    return Origin(file, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-
-
-def _module_origin(module: str) -> Origin:
-    """The installed package that holds a module, or the module with its file's hash."""
-    from importlib import metadata
-
-    top = module.partition(".")[0]
-    for package in metadata.packages_distributions().get(top, ()):
-        return Origin(package, metadata.version(package))
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # the import itself will say what is wrong
-        return Origin(module)
-    file = spec.origin if spec is not None else None
-    return Origin(module, sha256=_file_origin(file).sha256) if file and Path(file).is_file() else Origin(module)
-
-
-def origin_of(namespace: Mapping[str, Any]) -> Origin:
-    """Where code with these globals comes from."""
-    module = namespace.get("__name__", "")
-    if module.partition(".")[0] == "tbbn":
-        return BUILT_IN
-    if _loading:
-        return _loading[-1]
-    if module in ("", "__main__", "__mp_main__"):
-        file = str(namespace.get("__file__", ""))
-        return _file_origin(file) if Path(file).is_file() else SESSION
-    return _module_origin(module)
-
-
-def _same_place(old: Any, new: Any) -> bool:
-    places = [(getattr(v, "__module__", None), getattr(v, "__qualname__", None)) for v in (old, new)]
-    return places[0] == places[1] and None not in places[0] and "<lambda>" not in str(places[0][1])

@@ -24,7 +24,7 @@ from tbbn.bench.config import resolve
 from tbbn.bench.data.loading import load as load_data
 from tbbn.bench.engine import run as run_engine
 from tbbn.errors import UserError
-from tbbn.registry import temporary
+from tbbn.plugins import temporary
 
 TINY: dict[str, Any] = {
     "data": "synthetic:4x12x5x8",

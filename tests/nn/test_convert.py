@@ -9,7 +9,8 @@ from torch import nn
 import tbbn
 from tbbn.errors import UserError
 from tbbn.nn import is_balanced
-from tbbn.registry import NORMS, register_norm, temporary
+from tbbn.plugins import temporary
+from tbbn.registry import NORMS, register_norm
 
 EIGHT = {"current": 8, "memory": 4, "past_tasks": 2}
 

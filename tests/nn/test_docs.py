@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tbbn
-from tbbn.registry import NORMS, temporary
+from tbbn.plugins import temporary
+from tbbn.registry import NORMS
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHARED = {"eps", "momentum", "affine", "track_running_stats", "device", "dtype", "bias"}  # with batch norm

@@ -32,7 +32,8 @@ from tbbn.bench.runs.record import RECORD, load_predictions, load_record
 from tbbn.bench.runs.sweep import run_all
 from tbbn.bench.runs.trained import TrainedNetwork, load_trained, trained
 from tbbn.errors import UserError
-from tbbn.registry import BACKBONES, origin_of
+from tbbn.plugins import origin_of
+from tbbn.registry import BACKBONES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from plugin import CODE, WORDS, install
 
 from tbbn.bench.cli.main import main
 from tbbn.bench.config import read_toml
-from tbbn.registry import temporary
+from tbbn.plugins import temporary
 
 KINDS = {"methods": "tempered", "norms": "rms", "datasets": "stripes", "backbones": "tiny", "augmentations": "dim"}
 BRINGS = ["method tempered", "norm rms", "backbone tiny", "augmentation dim", "dataset stripes"]

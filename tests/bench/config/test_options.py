@@ -12,7 +12,8 @@ from tbbn.bench.config import RunConfig, complete, resolve, to_toml
 from tbbn.bench.config.toml import tomllib
 from tbbn.bench.engine.validate import check
 from tbbn.errors import UserError
-from tbbn.registry import BACKBONES, METHODS, NORMS, Option, temporary
+from tbbn.plugins import temporary
+from tbbn.registry import BACKBONES, METHODS, NORMS, Option
 
 
 def resolved(**settings: Any) -> RunConfig:

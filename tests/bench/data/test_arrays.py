@@ -13,7 +13,8 @@ from torch.utils.data import Dataset, TensorDataset
 from tbbn.bench.data.loading import load
 from tbbn.bench.data.sources.arrays import read_arrays, remember
 from tbbn.errors import UserError
-from tbbn.registry import register_dataset, temporary
+from tbbn.plugins import temporary
+from tbbn.registry import register_dataset
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (20, 3, 6, 5), dtype=np.uint8)

@@ -8,7 +8,8 @@ import pytest
 from tbbn.bench.methods import Method, method
 from tbbn.bench.methods.base import make_method
 from tbbn.errors import UserError
-from tbbn.registry import METHODS, register_method, temporary
+from tbbn.plugins import temporary
+from tbbn.registry import METHODS, register_method
 
 NAMES = "afc balaug bic derpp eeil er ft icarl il2m joint lucir podnet ssil wa"
 KINDS = {name: METHODS.get(name) for name in METHODS}

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tbbn.bench.engine import run
 from tbbn.bench.models import Features, backbone
 from tbbn.errors import UserError
-from tbbn.registry import register_backbone, temporary
+from tbbn.plugins import temporary
+from tbbn.registry import register_backbone
 
 
 @pytest.fixture(autouse=True)

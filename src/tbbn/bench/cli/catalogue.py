@@ -9,17 +9,8 @@ from typing import Any
 
 from tbbn.bench.config.protocols import QUIRKS
 from tbbn.errors import UserError
-from tbbn.registry import (
-    AUGMENTATIONS,
-    BACKBONES,
-    BUILT_IN,
-    DATASETS,
-    METHODS,
-    NORMS,
-    REGISTRIES,
-    Registry,
-    load_installed,
-)
+from tbbn.plugins import load_installed
+from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, DATASETS, METHODS, NORMS, REGISTRIES, Registry
 
 Listed = dict[str, dict[str, Any]]  # by name: a line, and for what is registered its origin and options
 

@@ -13,7 +13,7 @@ from tbbn.bench.cli import data, inspect, speed, train, verify
 from tbbn.bench.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, Call
 from tbbn.bench.cli.settings import check_commas, split_plugins, split_settings
 from tbbn.errors import UserError, printable, unknown_name
-from tbbn.registry import load_plugin
+from tbbn.plugins import load_plugin
 
 MODULES = (train, inspect, verify, data, speed)  # in the order of the help
 

@@ -9,17 +9,8 @@ from tbbn.bench.config import RunConfig
 from tbbn.bench.data.loading import base_names
 from tbbn.bench.data.sources.arrays import is_remembered
 from tbbn.errors import UserError
-from tbbn.registry import (
-    AUGMENTATIONS,
-    BACKBONES,
-    BUILT_IN,
-    DATASETS,
-    METHODS,
-    NORMS,
-    REGISTRIES,
-    Registry,
-    load_plugin,
-)
+from tbbn.plugins import load_plugin
+from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, DATASETS, METHODS, NORMS, REGISTRIES, Registry
 
 _TABLES = {registry.kind: registry for registry in REGISTRIES}
 

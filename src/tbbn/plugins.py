@@ -1,0 +1,149 @@
+"""Plugins: modules or files that call ``tbbn.register_*``, and where a registered name comes from.
+
+Installed packages announce theirs by an entry point in the group ``tbbn.plugins``. An import that fails is one line, and
+leaves no names behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tbbn.errors import UserError
+from tbbn.registry import BUILT_IN, REGISTRIES, Entry, Origin
+
+GROUP = "tbbn.plugins"
+SESSION = Origin("this session")
+
+_loaded: dict[str, Origin] = {}  # by module name or file path, and GROUP for the installed ones
+_loading: list[Origin] = []  # the plugin being imported
+
+
+def load_plugin(plugin: str) -> Origin:
+    """Import a plugin, given as a module's name or a file (``./mine.py``); return what it is, with version or file hash.
+
+    A second call does nothing, unless the file has changed.
+    """
+    if not (plugin.endswith(".py") or "/" in plugin):
+        if plugin not in _loaded:
+            origin = _module_origin(plugin)
+            with _importing(plugin, origin):
+                import_module(plugin)
+            _loaded[plugin] = origin
+        return _loaded[plugin]
+    path, origin = Path(plugin).expanduser().resolve(), _file_origin(plugin)
+    if _loaded.get(str(path)) != origin:
+        with _importing(plugin, origin):
+            _run_file(path)
+        _loaded[str(path)] = origin
+    return origin
+
+
+def load_installed() -> None:
+    """Import every installed plugin, once."""
+    from importlib import metadata  # slow to import, and the layer alone does not need it
+
+    if GROUP in _loaded or _loading:
+        return
+    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: (point.value, point.name)):
+        origin = Origin(point.dist.name, point.dist.version) if point.dist else Origin(point.value)
+        with _importing(point.value, origin):
+            point.load()
+        _loaded[point.module] = origin
+    _loaded[GROUP] = BUILT_IN
+
+
+@contextmanager
+def temporary(*, fresh: bool = False) -> Iterator[None]:
+    """What is registered inside is gone afterwards; ``fresh``: begin with what is built in, as a new process does."""
+    tables, loaded = _tables(), dict(_loaded)
+    if fresh:
+        _restore([{} for _ in REGISTRIES])
+        _loaded.clear()
+    try:
+        yield
+    finally:
+        _restore(tables)
+        _loaded.clear()
+        _loaded.update(loaded)
+
+
+@contextmanager
+def _importing(plugin: str, origin: Origin) -> Iterator[None]:
+    tables = _tables()
+    _loading.append(origin)
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        _restore(tables)
+        if isinstance(error, ModuleNotFoundError) and f"{plugin}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"plugin {plugin}: no such module; install it, or give a file such as ./{plugin}.py."
+            ) from None
+        first = (str(error).strip().splitlines() or [""])[0]
+        what = first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
+        raise UserError(f"plugin {plugin} cannot be loaded: {what}") from error
+    finally:
+        _loading.pop()
+
+
+def _tables() -> list[dict[str, Entry[Any]]]:
+    return [dict(registry._entries) for registry in REGISTRIES]
+
+
+def _restore(tables: list[dict[str, Entry[Any]]]) -> None:
+    for registry, before in zip(REGISTRIES, tables, strict=True):
+        # Built-in names may have been registered meanwhile; their home module does so only once.
+        built_in = {name: entry for name, entry in registry._entries.items() if entry.origin == BUILT_IN}
+        registry._entries = built_in | before
+
+
+def _run_file(path: Path) -> None:
+    name = f"tbbn_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # a dataclass looks its module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _file_origin(file: str) -> Origin:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UserError(f"plugin {file}: no such file.")
+    return Origin(file, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def _module_origin(module: str) -> Origin:
+    """The installed package that holds a module, or the module with its file's hash."""
+    from importlib import metadata
+
+    top = module.partition(".")[0]
+    for package in metadata.packages_distributions().get(top, ()):
+        return Origin(package, metadata.version(package))
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # the import itself will say what is wrong
+        return Origin(module)
+    file = spec.origin if spec is not None else None
+    return Origin(module, sha256=_file_origin(file).sha256) if file and Path(file).is_file() else Origin(module)
+
+
+def origin_of(namespace: Mapping[str, Any]) -> Origin:
+    """Where code with these globals comes from, which is not this package's."""
+    module = namespace.get("__name__", "")
+    if _loading:
+        return _loading[-1]
+    if module in ("", "__main__", "__mp_main__"):
+        file = str(namespace.get("__file__", ""))
+        return _file_origin(file) if Path(file).is_file() else SESSION
+    return _module_origin(module)
