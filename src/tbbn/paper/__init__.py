@@ -1,4 +1,4 @@
-"""The paper as data: a recipe for each table and figure."""
+"""The paper's experiments as recipes: TOML files that ``tbbn run NAME`` takes by name."""
 
 from __future__ import annotations
 
