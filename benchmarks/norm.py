@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tbbn
+from tbbn.accelerators import eager
+from tbbn.accelerators.backend import only
 from tbbn.accelerators.native import binding as native
 from tbbn.bench.models import backbone
 
@@ -74,11 +76,8 @@ def without_kernel(call: Callable[[], None]) -> Callable[[], None]:
     """The same call on the eager backend."""
 
     def run() -> None:
-        supports, native.supports = native.supports, lambda *_: False
-        try:
+        with only(eager):
             call()
-        finally:
-            native.supports = supports
 
     return run
 

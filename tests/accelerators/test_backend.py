@@ -49,15 +49,15 @@ def test_under_transforms_only_the_reference_is_left():
     assert seen == [None]
 
 
-def test_all_backends_and_the_reference_give_the_same(monkeypatch):
+def test_all_backends_and_the_reference_give_the_same():
     torch.manual_seed(0)
     x, weight, bias, grad = torch.randn(8, 3, 4), torch.rand(3), torch.randn(3), torch.randn(8, 3, 4)
     results = []
-    for chosen in [native] * (native.library() is not None) + [eager, None]:
-        monkeypatch.setattr(backend, "backends", lambda cuda, chosen=chosen: (chosen,) if chosen else ())
+    for chosen in [[native]] * (native.library() is not None) + [[eager], []]:
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
         running, batches = (torch.zeros(3), torch.ones(3)), torch.zeros((), dtype=torch.int64)
-        y = task_balanced_batch_norm(leaves[0], *running, *leaves[1:], plan_of(), 0.3, 1e-5, batches)
+        with backend.only(*chosen):
+            y = task_balanced_batch_norm(leaves[0], *running, *leaves[1:], plan_of(), 0.3, 1e-5, batches)
         y.backward(grad)
         assert batches == 1
         results.append([y.detach(), *running, *(t.grad for t in leaves)])

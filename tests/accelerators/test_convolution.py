@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,8 +40,8 @@ def float32_is_exact():
 
 
 @pytest.fixture
-def through(monkeypatch) -> list[int | None]:
-    """Convolutions and norms go through the kernels on any device. Returns the number of parts of each norm's moments."""
+def through(monkeypatch) -> Iterator[list[int | None]]:
+    """Convolutions and norms go through the kernels on any device. Gives the number of parts of each norm's moments."""
     parts: list[int | None] = []
     norm_act = kernels.norm_act
 
@@ -49,21 +50,21 @@ def through(monkeypatch) -> list[int | None]:
         return norm_act(*args, moments=moments, **options)
 
     def chosen(layer: Conv2d, x: Tensor) -> Any:
-        return conv_launch if layer._suits(x) and x.dtype != torch.float64 else None
+        return conv_launch if layer.suits(x) and x.dtype != torch.float64 else None
 
     if INTERPRETED:  # which is slow per program, however large the program
-        tiles = norm_launch._tiles
+        tiles = norm_launch.tiles_for
 
         def few(*args: Any) -> Any:
             found = tiles(*args)
-            large = norm_launch._Tile(found.batch, 1024, 16)
+            large = norm_launch.Tile(found.batch, 1024, 16)
             return found._replace(sums=large, apply=large, block=16)
 
-        monkeypatch.setattr(norm_launch, "_tiles", few)
-    monkeypatch.setattr(Conv2d, "_kernels", chosen)
+        monkeypatch.setattr(norm_launch, "tiles_for", few)
+    monkeypatch.setattr(Conv2d, "kernels_for", chosen)
     monkeypatch.setattr(kernels, "norm_act", spied)
-    monkeypatch.setattr(backend, "backends", lambda cuda: (kernels, eager))
-    return parts
+    with backend.only(kernels, eager):
+        yield parts
 
 
 def seed(value: int = 0) -> torch.Generator:
@@ -152,10 +153,10 @@ X = torch.empty(2, 16, 6, 5)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_convolutions_of_few_channels_suit(size, stride):
-    assert layer(size=size, stride=stride)._suits(X)
-    assert layer(size=size, stride=stride)._suits(X.clone().requires_grad_())
-    assert layer(64, 48, size, stride=stride)._suits(torch.empty(2, 64, 6, 5))
-    assert layer(3, 64, size, stride=stride)._suits(torch.empty(2, 3, 6, 5))
+    assert layer(size=size, stride=stride).suits(X)
+    assert layer(size=size, stride=stride).suits(X.clone().requires_grad_())
+    assert layer(64, 48, size, stride=stride).suits(torch.empty(2, 64, 6, 5))
+    assert layer(3, 64, size, stride=stride).suits(torch.empty(2, 3, 6, 5))
 
 
 UNSUITED = {
@@ -184,12 +185,12 @@ UNSUITED = {
 @here
 @pytest.mark.parametrize(("x", "options"), UNSUITED.values(), ids=UNSUITED)
 def test_every_other_convolution_is_torchs(x, options):
-    assert not layer(**options)._suits(x)
+    assert not layer(**options).suits(x)
 
 
 @here
 def test_as_many_pixels_as_allowed_suit():
-    assert layer()._suits(torch.empty(2, 16, 256, 256, device="meta"))
+    assert layer().suits(torch.empty(2, 16, 256, 256, device="meta"))
 
 
 class Cuda(torch.Tensor):
@@ -201,18 +202,18 @@ class Cuda(torch.Tensor):
 @on_device
 def test_the_kernels_are_chosen_by_device_type_and_tf32(device, monkeypatch):
     conv, x = layer(), noise(2, 16, 4, 4).as_subclass(Cuda)
-    assert layer().half()._kernels(x.half()) is conv_launch
-    assert layer().bfloat16()._kernels(x.bfloat16()) is conv_launch
-    assert conv._kernels(x) is None
-    assert layer().half()._kernels(x.half()[0]) is None
-    assert layer().half()._kernels(noise(2, 16, 4, 4).half()) is None
+    assert layer().half().kernels_for(x.half()) is conv_launch
+    assert layer().bfloat16().kernels_for(x.bfloat16()) is conv_launch
+    assert conv.kernels_for(x) is None
+    assert layer().half().kernels_for(x.half()[0]) is None
+    assert layer().half().kernels_for(noise(2, 16, 4, 4).half()) is None
     with torch.autocast("cpu", torch.float16):
-        assert conv._kernels(x) is conv_launch
+        assert conv.kernels_for(x) is conv_launch
     with tf32(True):
-        assert conv._kernels(x) is conv_launch
-        assert layer().double()._kernels(x.double()) is None
+        assert conv.kernels_for(x) is conv_launch
+        assert layer().double().kernels_for(x.double()) is None
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert conv._kernels(x) is None
+    assert conv.kernels_for(x) is None
 
 
 @on_device
@@ -220,7 +221,7 @@ def test_autocast_leaves_float64_alone(device):
     conv, x = layer().double(), noise(2, 16, 4, 4).double()
     with torch.autocast("cpu", torch.float16):
         assert nn.Conv2d.forward(conv, x).dtype == torch.float64
-        assert conv._kernels(x.as_subclass(Cuda)) is None
+        assert conv.kernels_for(x.as_subclass(Cuda)) is None
 
 
 # -- The layer and networks through the kernels -----------------------------------------------------------------------------
@@ -349,11 +350,11 @@ def test_pooling_before_the_relu_changes_nothing_in_the_small_network():
 @on_device
 def test_under_transforms_the_convolution_is_torchs(device):
     conv, x = layer().half(), noise(2, 16, 4, 4).half().as_subclass(Cuda)
-    assert conv._kernels(x) is conv_launch
-    torch.func.vmap(lambda _: conv._kernels(x) is None or pytest.fail("launched"), out_dims=None)(torch.zeros(1))
+    assert conv.kernels_for(x) is conv_launch
+    torch.func.vmap(lambda _: conv.kernels_for(x) is None or pytest.fail("launched"), out_dims=None)(torch.zeros(1))
     with FlopCounterMode(display=False):
-        assert conv._kernels(x) is None
-    assert conv._kernels(x.float()) is None  # the weight is half: torch's error, not a silent cast
+        assert conv.kernels_for(x) is None
+    assert conv.kernels_for(x.float()) is None  # the weight is half: torch's error, not a silent cast
 
 
 @on_device

@@ -1,4 +1,4 @@
-"""The kernels of the convolution against float64: on Triton's interpreter and on a GPU (see ``tests/interpreter.py``)."""
+"""The kernels of the convolution against float64: on Triton's interpreter and on a GPU (see ``tests/helpers/interpreter.py``)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Drawn(NamedTuple):
 
 
 def draw(case: Case, device: str, dtype: torch.dtype = torch.float32, last: bool = True) -> Drawn:
-    """An input that is an image's has no gradient: its channels are too few."""
+    """Images have too few channels for a gradient."""
     n, n_in, n_out, height, width, size, stride = case
     out = (n, n_out, -(-height // stride), -(-width // stride))
     shapes = ((n, n_in, height, width), (n_out, n_in, size, size), out, (n, n_in, height, width))
@@ -119,7 +119,7 @@ def test_sums_are_float32_and_rounded_once(device, dtype, stride):
 
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gradient_from_elsewhere_is_added_before_rounding(device, dtype):
+def test_the_shortcuts_gradient_is_added_before_rounding(device, dtype):
     x, weight, grad, shortcut = draw(Case(2, 16, 16, 5, 4, 1), device, dtype)
     y, same, _ = conv_launch.convolve(x, weight, 1)
     shortcut = shortcut * 100
@@ -130,14 +130,14 @@ def test_a_gradient_from_elsewhere_is_added_before_rounding(device, dtype):
 
 @on_device
 def test_more_chunks_of_pixels_than_are_added_at_once(device, monkeypatch):
-    monkeypatch.setattr(conv_launch, "_TILES_A_CHUNK", 1)
+    monkeypatch.setattr(conv_launch, "TILES_PER_CHUNK", 1)
     x, weight, grad, _ = draw(Case(5, 20, 16, 21, 21, 1), device)  # 35 chunks of 64
     dweight = torch.autograd.grad(conv_launch.convolve(x, weight, 1)[0], weight, grad)[0]
     assert apart(dweight, exact(x, weight, 1, grad)[2]) < 1e-6
 
 
 @on_device
-def test_any_memory_order_of_input_weight_and_gradients_will_do(device):
+def test_strides_of_input_weight_and_gradients_do_not_matter(device):
     case = Case(2, 16, 16, 4, 5, stride=2)
     results = []
     for last in (True, False):
@@ -242,16 +242,16 @@ def test_there_are_no_moments_unless_they_are_asked_for(device):
 
 @on_device
 @pytest.mark.parametrize("wanted", ["x", "weight"])
-def test_a_gradient_that_nobody_wants_is_not_computed(device, wanted, monkeypatch):
+def test_a_gradient_that_is_not_needed_is_not_computed(device, wanted, monkeypatch):
     x, weight, grad, shortcut = draw(Case(2, 16, 16, 5, 6, 1), device)
     want = exact(x, weight, 1, grad)
     x, weight = x.detach().requires_grad_(wanted == "x"), weight.detach().requires_grad_(wanted == "weight")
     y, same, _ = conv_launch.convolve(x, weight, 1)
     if wanted == "x":
-        monkeypatch.setattr(conv_launch, "_weight_gradient", None)
+        monkeypatch.setattr(conv_launch, "weight_gradient", None)
         assert apart(torch.autograd.grad((y, same), x, (grad, shortcut))[0], want[1] + shortcut.double()) < 1e-6
     else:
-        monkeypatch.setattr(conv_launch, "_launch", None)
+        monkeypatch.setattr(conv_launch, "launch", None)
         assert apart(torch.autograd.grad(y, weight, grad)[0], want[2]) < 1e-6
 
 
@@ -264,7 +264,7 @@ def test_without_gradients_there_is_no_graph(device):
 
 @on_device
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_if_only_the_input_again_is_used_its_gradient_passes(device, create_graph):
+def test_if_only_the_returned_input_is_used_its_gradient_passes(device, create_graph):
     x, weight, _, shortcut = draw(Case(2, 16, 16, 3, 4), device, last=False)
     same = conv_launch.convolve(x, weight, 1)[1]
     dx, dweight = torch.autograd.grad(same, (x, weight), shortcut, allow_unused=True, create_graph=create_graph)

@@ -24,7 +24,7 @@ WAIT = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
 
 
 class Card:
-    """What Triton asks of a driver before it norm_launch."""
+    """What Triton asks of a driver before it launches."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -70,7 +70,7 @@ def compiled(request, monkeypatch, tmp_path) -> list[tuple[str, bytes]]:
 
 
 def spilled(code: bytes, folder: Path) -> int:
-    """Bytes of local memory: what registers did not hold."""
+    """Bytes of local memory: register spills."""
     file = folder / "code.cubin"
     file.write_bytes(code)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -120,7 +120,7 @@ def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_pa
 
 
 def test_a_thread_has_whole_runs_of_pixels(compiled, monkeypatch):
-    """Threads that shared the runs of a row would exchange their sums one row after the other; see ``ROWS_FIRST``."""
+    """If threads shared the runs of a row, they would have to shuffle the sums of each row; see ``ROWS_FIRST``."""
     from tbbn.accelerators.triton import norm_launch
 
     exchanges, warmup = [], triton.runtime.JITFunction.warmup
@@ -139,7 +139,7 @@ def test_a_thread_has_whole_runs_of_pixels(compiled, monkeypatch):
 
 @pytest.mark.parametrize("past_tasks", [0, 1, 4, 9])
 def test_plans_of_any_number_of_groups_compile(compiled, past_tasks, tmp_path):
-    """From moments of parts of rows, as a convolution gives them."""
+    """With moments of parts of rows, as a convolution returns them."""
     from tbbn.accelerators.triton import norm_launch
     from tbbn.accelerators.triton.norm import whole_batch
 
@@ -169,16 +169,16 @@ def test_the_convolutions_kernels_compile(compiled, n_in, n_out, side, size, str
         (64, n_out, side // stride, side // stride),
     )
     with tf32(True):
-        y, moments = conv_launch._launch(x, weight, out, stride, moments=True)
+        y, moments = conv_launch.launch(x, weight, out, stride, moments=True)
         assert moments is not None
         if n_in > 3:
-            conv_launch._launch(y, weight, tuple(x.shape), stride, back=True, added=x)
-        conv_launch._weight_gradient(y, x, weight, stride)
+            conv_launch.launch(y, weight, tuple(x.shape), stride, back=True, added=x)
+        conv_launch.weight_gradient(y, x, weight, stride)
     check(compiled, {"convolve", "weight_sums", "fold"}, tmp_path)
 
 
 @pytest.mark.parametrize("compiled", [80], indirect=True, ids=["A100"])
-def test_an_older_card_has_its_code_too(compiled, tmp_path):
+def test_the_kernels_compile_for_an_older_gpu(compiled, tmp_path):
     test_the_convolutions_kernels_compile(compiled, 32, 32, 16, 3, 1, torch.bfloat16, tmp_path)
     compiled.clear()
     test_the_norms_kernels_compile(compiled, (64, 32, 16, 16), torch.bfloat16, LAST, tmp_path)

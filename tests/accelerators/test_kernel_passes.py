@@ -21,7 +21,7 @@ if RUNNING:
 
 
 @here
-def test_the_passes_pass_on_the_interpreter():
+def test_this_file_passes_on_the_interpreter():
     interpret(__file__)
 
 
@@ -73,9 +73,9 @@ def test_nothing_is_saved_that_batch_norm_would_not_save(device, relu):
 
 @on_device
 @pytest.mark.parametrize(("pixels", "inside"), [(4, False), (8, True), (256, True), (257, False)])
-def test_sums_over_parts_lie_in_a_small_output_that_has_the_room(device, pixels, inside):
+def test_scratch_for_parts_reuses_a_small_output_that_is_large_enough(device, pixels, inside):
     out, (first, second) = torch.empty(8, 2, pixels, device=device), torch.empty(2, 8, 2, device=device)
-    one, two = norm_launch._parts(first, second, 4, out)
+    one, two = norm_launch.scratch(first, second, 4, out)
     assert one.shape == two.shape == (32, 2) and one.data_ptr() != two.data_ptr()
     assert (one.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()) is inside
 
@@ -112,9 +112,10 @@ def test_a_residual_of_another_type_is_added_after_the_norm(device):
 
 
 @pytest.fixture
-def chosen(monkeypatch):
+def chosen():
     """The Triton backend is first on any device: on the CPU it is interpreted."""
-    monkeypatch.setattr(backend, "backends", lambda cuda: (kernels, eager))
+    with backend.only(kernels, eager):
+        yield
 
 
 def fused(norm: torch.nn.BatchNorm2d) -> FusedBatchNorm2d:
@@ -183,8 +184,8 @@ PARTS = {
     "nchw, parts longer than a tile": {"shape": (4, 1, 2, 4099), "parts": 2, "relu": True},
     "channels_last": {"shape": (4, 3, 24, 24), "parts": 4, "relu": True},
     "channels_last, parts longer than a tile": {"shape": (4, 3, 2, 2051), "parts": 2},
-    "channels_last, sums that lie in the output": {"shape": (4, 32, 16, 16), "parts": 8},
-    "channels_last, they do with channels to spare": {"shape": (4, 33, 16, 16), "parts": 8, "relu": True},
+    "channels_last, scratch in the output": {"shape": (4, 32, 16, 16), "parts": 8},
+    "channels_last, scratch in the output, an odd channel": {"shape": (4, 33, 16, 16), "parts": 8, "relu": True},
 }
 
 
@@ -194,7 +195,7 @@ def test_rows_are_summed_in_parts_where_programs_would_be_few(device, name, monk
     monkeypatch.setattr(norm_launch, "WHOLE_LIMIT", 0)
     case, last = dict(PARTS[name]), name.startswith("channels_last")
     rows, channels, height, width = case["shape"]
-    tiles = norm_launch._tiles(rows, channels, height * width, 2, last, 4, norm_launch.WHOLE_LIMIT)
+    tiles = norm_launch.tiles_for(rows, channels, height * width, 2, last, 4, norm_launch.WHOLE_LIMIT)
     assert not tiles.whole and tiles.parts == case.pop("parts")
     assert max(compare(**case, past=3, device=device, current=2, last=last)) < 5e-6
 
@@ -202,7 +203,7 @@ def test_rows_are_summed_in_parts_where_programs_would_be_few(device, name, monk
 @on_device
 @pytest.mark.parametrize("last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("parts", [1, 4])
-def test_known_moments_give_what_the_pass_over_the_input_gives(device, whole, parts, last, monkeypatch):
+def test_known_moments_give_the_result_of_the_pass_they_save(device, whole, parts, last, monkeypatch):
     x, weight, bias, g = draw((16, 3, 4, 4), device, offset=100.0, last=last)
     plan = make_plan(12, 4, 9, device)
     cut = x.detach().double().flatten(2).unflatten(2, (parts, -1))  # (N, C, parts, pixels of a part)
@@ -270,8 +271,8 @@ def test_in_eval_mode_the_kernel_is_used_only_where_it_can_be(device, chosen, mo
 
 
 @on_device
-def test_a_row_has_no_more_parts_than_the_plan_can_join(device):
-    assert norm_launch._tiles(1, 1, 2**16, 1, False, 4, norm_launch.WHOLE_LIMIT).parts == norm_launch.MOST_PARTS
+def test_a_row_has_no_more_parts_than_the_plan_kernels_merge(device):
+    assert norm_launch.tiles_for(1, 1, 2**16, 1, False, 4, norm_launch.WHOLE_LIMIT).parts == norm_launch.MOST_PARTS
 
 
 @on_device

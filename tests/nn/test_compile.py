@@ -105,7 +105,7 @@ def test_the_block_may_stand_inside_the_compiled_function():
         y = compiled(images(i))
         with tbbn.balance(plain, **layout(i, False)):
             torch.testing.assert_close(y, plain(images(i)), rtol=1e-5, atol=1e-5)
-    assert all(m._layout is None for m in model if isinstance(m, tbbn.TaskBalancedBatchNorm2d))
+    assert len(model(torch.randn(5, 2, 5, 5))) == 5  # no layer has a layout of 16 rows
     assert counter.frame_count == 1
 
 

@@ -5,6 +5,8 @@ A backend is a module with three functions. All take what :func:`tbbn.nn.functio
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Protocol
 
@@ -51,7 +53,7 @@ def find(
     """The first backend that supports these inputs; None: only the reference can take them."""
     if under_transform():
         return None
-    for backend in backends(x.is_cuda):
+    for backend in backends(x.is_cuda) if _only is None else _only:
         if backend.supports(x, running_mean, running_var, weight, bias, plan):
             return backend
     return None
@@ -65,3 +67,17 @@ def backends(cuda: bool) -> tuple[Backend, ...]:
 
         return triton, native, eager
     return native, eager
+
+
+_only: tuple[Backend, ...] | None = None
+
+
+@contextmanager
+def only(*chosen: Backend) -> Iterator[None]:
+    """Use these backends and no others, for tests and benchmarks; none at all: the reference."""
+    global _only
+    before, _only = _only, chosen
+    try:
+        yield
+    finally:
+        _only = before

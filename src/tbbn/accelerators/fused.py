@@ -106,12 +106,12 @@ class Conv2d(nn.Conv2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        kernels = self._kernels(x)
+        kernels = self.kernels_for(x)
         return super().forward(x) if kernels is None else self._launch(kernels, x, False).out
 
     def with_moments(self, x: Tensor, *, moments: bool = True) -> Convolved:
         """The convolution and, in training, the moments of its output, if they are wanted and the kernels have them."""
-        kernels = self._kernels(x)
+        kernels = self.kernels_for(x)
         if kernels is None or _hooked(self):
             return Convolved(self(x), x, None)
         return self._launch(kernels, x, moments and self.training)
@@ -123,9 +123,9 @@ class Conv2d(nn.Conv2d):
         out, _, found = kernels.convolve(x.to(weight.dtype), weight, self.stride[0], moments)
         return Convolved(out, x, found)  # the shortcut takes the input itself, not its rounded copy
 
-    def _kernels(self, x: Tensor) -> Any:
+    def kernels_for(self, x: Tensor) -> Any:
         """The module of kernels, if they support this convolution. Its import imports Triton."""
-        if not (isinstance(x, Tensor) and x.is_cuda and TRITON and self._suits(x)):
+        if not (isinstance(x, Tensor) and x.is_cuda and TRITON and self.suits(x)):
             return None
         if torch.compiler.is_compiling() or under_transform():
             return None
@@ -137,7 +137,7 @@ class Conv2d(nn.Conv2d):
         )  # otherwise torch raises its error
         return conv_launch if same and conv_launch.available(dtype) else None
 
-    def _suits(self, x: Tensor) -> bool:
+    def suits(self, x: Tensor) -> bool:
         middle = self.kernel_size[0] // 2
         return (
             x.dim() == 4

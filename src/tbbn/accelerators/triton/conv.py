@@ -17,7 +17,7 @@ from tbbn.accelerators.triton.launch import device_of, launch_options
 from tbbn.accelerators.triton.norm_launch import MOST_PARTS
 
 _TILE = 4096  # output values per program of a convolution
-_TILES_A_CHUNK = 8  # tiles of pixels per program that sums weight gradients
+TILES_PER_CHUNK = 8  # tiles of pixels per program that sums weight gradients
 _STAGES = 2  # pipeline stages of that program
 
 
@@ -52,7 +52,7 @@ class _Convolution(torch.autograd.Function):
         ctx.stride = stride
         ctx.set_materialize_grads(False)
         size = [-(-side // stride) for side in x.shape[2:]]
-        out, found = _launch(x, weight, (len(x), weight.shape[0], *size), stride, moments=moments)
+        out, found = launch(x, weight, (len(x), weight.shape[0], *size), stride, moments=moments)
         if found is not None:
             ctx.mark_non_differentiable(found)
         return out, x, found
@@ -71,8 +71,8 @@ class _Convolution(torch.autograd.Function):
             )[:2]  # fmt: skip
             return dx if shortcut is None or dx is None else dx + shortcut, dweight, None, None
         grad = _channels_last(grad)
-        dx = _launch(grad, weight, tuple(x.shape), ctx.stride, back=True, added=shortcut)[0] if needs[0] else None
-        return dx, _weight_gradient(grad, x, weight, ctx.stride) if needs[1] else None, None, None
+        dx = launch(grad, weight, tuple(x.shape), ctx.stride, back=True, added=shortcut)[0] if needs[0] else None
+        return dx, weight_gradient(grad, x, weight, ctx.stride) if needs[1] else None, None, None
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _exact(dtype: torch.dtype) -> bool:
         return torch.backends.cudnn.conv.fp32_precision != "tf32"  # type: ignore[attr-defined]
 
 
-def _launch(
+def launch(
     x: Tensor, weight: Tensor, shape: tuple[int, ...], stride: int, *, back: bool = False,
     added: Tensor | None = None, moments: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -117,13 +117,13 @@ def _launch(
     return y, found
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
+def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
     images, n_out, out_h, out_w = grad.shape
     _, n_in, in_h, in_w = x.shape
     size, pixels = weight.shape[2], images * out_h * out_w
     k_block, n_block = max(16, triton.next_power_of_2(n_in)), _divisor(n_out, 64)
     tile = max(64, 2048 // k_block)
-    chunks = triton.cdiv(pixels, _TILES_A_CHUNK * tile)
+    chunks = triton.cdiv(pixels, TILES_PER_CHUNK * tile)
     # Three taps share one read of the gradient if three sums fit the registers.
     taps = size if k_block * n_block <= 1024 else 1
     part = torch.empty((chunks, weight.numel()), dtype=torch.float32, device=x.device)
@@ -131,7 +131,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Te
     options = launch_options(x)
     with device_of(x):
         conv_kernels.weight_sums[(chunks, size * size // taps, n_out // n_block)](
-            grad, x, part, pixels, _TILES_A_CHUNK * tile, in_h, in_w, out_h, out_w,
+            grad, x, part, pixels, TILES_PER_CHUNK * tile, in_h, in_w, out_h, out_w,
             n_in, n_out, size, stride, taps, _exact(weight.dtype), tile, k_block, n_block, num_warps=4, num_stages=_STAGES,
             **options,
         )  # fmt: skip

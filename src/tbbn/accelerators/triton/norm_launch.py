@@ -22,7 +22,7 @@ _RUN = 32  # pixels: of 8 threads that read 4 at a time, or of a warp that reads
 MOST_PARTS = 16  # of a row: the plan kernels merge them one by one
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     rows: int
     pixels: int
     channels: int
@@ -44,10 +44,10 @@ class _Tile(NamedTuple):
         return -(-channels // self.channels), parts, -(-rows // self.rows)
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     whole: bool
-    sums: _Tile  # for kernels that sum rows
-    apply: _Tile  # for kernels that apply the plan
+    sums: Tile  # for kernels that sum rows
+    apply: Tile  # for kernels that apply the plan
     batch: int
     groups: int
     block: int  # channels per program of the plan kernels
@@ -69,16 +69,16 @@ class _Tiles(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size: int, limit: int) -> _Tiles:
+def tiles_for(rows: int, channels: int, pixels: int, groups: int, last: bool, size: int, limit: int) -> Tiles:
     """Tile shapes: enough programs to fill a GPU, no tile larger than the registers, whole cache lines."""
     batch, image, wide = _power(rows), _power(pixels), _power(channels)
     # In channels_last a whole tile reads only a few bytes of each cache line: worth it for small tiles only.
     limit = limit // 8 if last else limit
     block = min(8, wide, max(1, limit // (batch * image)), max(2, wide // 32)) if last else 1
     if batch * image * block <= limit and (block > 1 or not last or wide == 1):
-        tile = _Tile(batch, image, block)
+        tile = Tile(batch, image, block)
         run = 1 if last else min(image, _RUN)
-        return _Tiles(True, tile, tile, batch, _groups(groups, batch, block), block, run=run)
+        return Tiles(True, tile, tile, batch, _groups(groups, batch, block), block, run=run)
     every = rows * channels * pixels
     work = max(1024, min(4096, _power(every // _PROGRAMS + 1) // 2))
     block = min(wide, _LINE // size) if last else 1
@@ -89,11 +89,11 @@ def _tiles(rows: int, channels: int, pixels: int, groups: int, last: bool, size:
     ):
         parts, span = 2 * parts, span // 2
     long = min(_power(span), 8192 // block if last else 4096)
-    sums = _Tile(max(1, min(batch, work // (long * block))), long, block)
+    sums = Tile(max(1, min(batch, work // (long * block))), long, block)
     short = min(image, work // block)
-    apply = _Tile(max(1, min(batch, work // (short * block))), short, block)
+    apply = Tile(max(1, min(batch, work // (short * block))), short, block)
     few = max(1, min(wide // 128, 4096 // batch))  # channels per program of the plan kernels
-    return _Tiles(False, sums, apply, batch, _groups(groups, batch, few), few, parts)
+    return Tiles(False, sums, apply, batch, _groups(groups, batch, few), few, parts)
 
 
 def _groups(groups: int, batch: int, block: int) -> int:
@@ -163,7 +163,7 @@ def forward(
     """Output, group means and group variances. ``moments`` (2, rows, parts, channels) of the rows are used if known."""
     x, strides = _dense(x)
     (rows, channels), pixels, groups = x.shape[:2], _pixels(x), gather.shape[0]
-    tiles = _tiles(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
+    tiles = tiles_for(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
     y = torch.empty_like(x)
     mean, var = gather.new_empty((groups, channels)), gather.new_empty((groups, channels))
     *buffers, batches, total = (mean, var, mean, mean, 0.0, None, False) if running is None else running
@@ -186,7 +186,7 @@ def forward(
         factor, offset = gather.new_empty((2, rows, channels)).unbind()
         if moments is None:
             s, parts = tiles.sums, tiles.parts
-            part_mean, part_var = _parts(factor, offset, parts, y)
+            part_mean, part_var = scratch(factor, offset, parts, y)
             norm_forward.moments[s.over(rows, channels, parts)](
                 x, part_mean, part_var, rows, channels, pixels, pixels // parts, *strides, *s, num_warps=s.warps, **options
             )  # fmt: skip
@@ -210,7 +210,7 @@ def eval_forward(
     """``relu(batch_norm(x) + residual)`` by given statistics."""
     x, strides = _dense(x)
     (rows, channels), pixels = x.shape[:2], _pixels(x)
-    t = _tiles(rows, channels, pixels, 1, strides[2] == 1, x.element_size(), 0).apply
+    t = tiles_for(rows, channels, pixels, 1, strides[2] == 1, x.element_size(), 0).apply
     y = torch.empty_like(x)
     added = x if residual is None else _strided_like(residual, x)
     options = launch_options(x)
@@ -230,7 +230,7 @@ def backward(
     x, strides = _dense(x)
     grad = _strided_like(grad, x)
     (rows, channels), pixels, groups = x.shape[:2], _pixels(x), gather.shape[0]
-    tiles = _tiles(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
+    tiles = tiles_for(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
     dx = torch.empty_like(x)
     dresidual = torch.empty_like(x) if residual else dx
     dweight, dbias = gradient_of(weight, mean), gradient_of(bias, mean)
@@ -249,7 +249,7 @@ def backward(
             return dx, dweight, dbias, dresidual
         s = tiles.sums
         factor, slope, level = gather.new_empty((3, rows, channels)).unbind()
-        part_g, part_gx = _parts(factor, slope, tiles.parts, dx)
+        part_g, part_gx = scratch(factor, slope, tiles.parts, dx)
         norm_backward.row_sums[s.over(rows, channels, tiles.parts)](
             grad, x, output, mean, part_g, part_gx, rows, channels, pixels, pixels // tiles.parts, *strides, *s, relu,
             num_warps=s.warps, **options,
@@ -265,7 +265,7 @@ def backward(
     return dx, dweight, dbias, dresidual
 
 
-def _parts(first: Tensor, second: Tensor, parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
+def scratch(first: Tensor, second: Tensor, parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
     """Scratch for sums over parts of rows, before they become ``first`` and ``second``.
 
     For a small ``out``, which is written later, separate scratch would add much to the peak memory: reuse its storage.
