@@ -1,9 +1,9 @@
-"""How fast images arrive: packed sets held in memory, packed sets read while training, and files decoded on the way.
+"""Images per second from packed sets in memory, from packed sets streamed from disk, and from files decoded on the fly.
 
-    python benchmarks/data.py tiny-imagenet-200            # packs it with one process and with all, then reads it
-    python benchmarks/data.py --made 20000 --side 256      # random images, no decoding; --train times training steps too
+    python benchmarks/data.py tiny-imagenet-200            # pack it with one process and with all, then read it
+    python benchmarks/data.py --generate 20000 --side 256  # random images, no decoding; --train times training steps too
 
-Rounds alternate between the candidates; the median, the lowest and the highest of them are printed, as JSON with --json.
+Rounds alternate between the candidates. Prints the median, the lowest and the highest of them; --json prints JSON.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tbbn.bench.engine.loop import Run
 BATCH = 64
 
 
-def made(folder: Path, n: int, side: int) -> None:
-    """A packed set of random images in ten classes, a tenth as many to test, in shards of about 256 MiB."""
+def generate(folder: Path, n: int, side: int) -> None:
+    """Write a packed set of random images of ten classes, with n / 10 test images, in shards of about 256 MiB."""
     folder.mkdir(parents=True)
     shards: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
-    each = max(1, (1 << 28) // (3 * side * side))
+    per_shard = max(1, (1 << 28) // (3 * side * side))
     for part, total in (("train", n), ("test", n // 10)):
-        for number, start in enumerate(range(0, total, each)):
-            count = min(each, total - start)
+        for number, start in enumerate(range(0, total, per_shard)):
+            count = min(per_shard, total - start)
             content = os.urandom(count * 3 * side * side)
             file = f"{part}-{number:05}.u8"
             (folder / file).write_bytes(content)
@@ -51,38 +51,37 @@ def made(folder: Path, n: int, side: int) -> None:
     (folder / INDEX).write_text(json.dumps({**index, "sha256": index_digest(index)}))
 
 
-def packing(source: Path, folder: Path) -> dict[str, Any]:
-    """Seconds and images a second of a pack, by the number of processes."""
+def time_packing(source: Path, folder: Path) -> dict[str, Any]:
+    """Packing speed, by the number of processes."""
     from tbbn.bench.data.packed.pack import pack
 
     found: dict[str, Any] = {}
     for workers in sorted({1, os.cpu_count() or 1}):
-        began, cpu = time.perf_counter(), time.process_time()
-        outcome = pack(source, folder / f"packed{workers}", workers=workers)
-        seconds = time.perf_counter() - began
+        start, cpu = time.perf_counter(), time.process_time()
+        result = pack(source, folder / f"packed{workers}", workers=workers)
+        seconds = time.perf_counter() - start
         found[f"pack, {workers} processes"] = {
             "seconds": round(seconds, 1),
-            "images/s": round(outcome.decoded / seconds),
+            "images/s": round(result.decoded / seconds),
             "parent's CPU seconds": round(time.process_time() - cpu, 1),
-            "GiB": round(outcome.packed.n_bytes / 2**30, 2),
+            "GiB": round(result.packed.n_bytes / 2**30, 2),
         }
     return found
 
 
-def epochs(
-    stored: PackedImages, device: torch.device, files: Path | None, steps: int
+def candidates_of(
+    images: PackedImages, device: torch.device, files: Path | None, steps: int
 ) -> dict[str, Callable[[], Iterator[Any]]]:
-    """For each candidate: batches of uint8 images on the device, in random order."""
-    whole = stored.to(device)
-    gathered = DeviceDataset(whole, *[torch.zeros(3)] * 3, None, torch.contiguous_format).gather
-    streamed = StreamedImages(stored, device)
+    """For each candidate a function that starts an epoch of uint8 batches on the device, in random order."""
+    data = DeviceDataset(images.to(device), *[torch.zeros(3)] * 3, None, torch.contiguous_format)
+    streamed = StreamedImages(images, device)
     generator = torch.Generator().manual_seed(0)
 
     def rows() -> list[Tensor]:
-        return list(torch.randint(0, stored.shape[0], (steps, BATCH), generator=generator))
+        return list(torch.randint(0, images.shape[0], (steps, BATCH), generator=generator))
 
     found: dict[str, Callable[[], Iterator[Any]]] = {
-        "in memory": lambda: (gathered(part, []) for part in torch.stack(rows()).to(device)),
+        "in memory": lambda: (data.gather(batch, []) for batch in torch.stack(rows()).to(device)),
         "streamed": lambda: (batch for (batch,) in streamed.prefetch(rows())),
     }
     if files is not None:
@@ -104,19 +103,21 @@ def _decoded(files: Path, device: torch.device, steps: int) -> Iterator[Any]:
         yield batch.to(device, non_blocking=True)
 
 
-def arriving(candidates: dict[str, Callable[[], Iterator[Any]]], device: torch.device, steps: int, rounds: int) -> dict:
-    """Images a second of each candidate; the first batch is not counted, for what begins with it."""
+def time_epochs(
+    candidates: dict[str, Callable[[], Iterator[Any]]], device: torch.device, steps: int, rounds: int
+) -> dict:
+    """Images per second of each candidate, without the first batch, which starts threads or processes."""
     rates: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, batches in candidates.items():
             epoch = batches()
             next(epoch)
-            began = time.perf_counter()
+            start = time.perf_counter()
             for _ in epoch:
                 pass
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            rates[name].append((steps - 1) * BATCH / (time.perf_counter() - began))
+            rates[name].append((steps - 1) * BATCH / (time.perf_counter() - start))
     return {name: _summary(values, "images/s") for name, values in rates.items()}
 
 
@@ -124,8 +125,8 @@ def _summary(values: list[float], unit: str) -> dict[str, Any]:
     return {unit: round(statistics.median(values)), "range": [round(min(values)), round(max(values))]}
 
 
-def training(folder: Path, device: str, crop: int, rounds: int) -> dict[str, Any]:
-    """Images a second of whole training steps of ResNet-18, with random resized crops; later epochs of one task."""
+def time_training(folder: Path, device: str, crop: int, rounds: int) -> dict[str, Any]:
+    """Images per second of training ResNet-18 with random resized crops, in all epochs of a task but the first."""
     settings = {
         "data.name": f"packed:{folder}",
         "data.tasks": 1,
@@ -140,9 +141,9 @@ def training(folder: Path, device: str, crop: int, rounds: int) -> dict[str, Any
         "precision": "bf16" if device == "cuda" else "fp32",
     }
     found = {}
-    for how in ("no", "yes", "no", "yes"):
+    for stream in ("no", "yes", "no", "yes"):
         times: list[float] = []
-        job = Run(resolve(("benchmark", {**settings, "data.stream": how})))
+        job = Run(resolve(("benchmark", {**settings, "data.stream": stream})))
         for event in job.events():
             if isinstance(event, Stepped) and event.step in (8, event.steps - 1):
                 if device == "cuda":
@@ -152,36 +153,36 @@ def training(folder: Path, device: str, crop: int, rounds: int) -> dict[str, Any
             if len(times) == 2 * (rounds + 1):
                 break
         spans = [last - first for first, last in zip(times[2::2], times[3::2], strict=True)]
-        name = f"training, {'streamed' if how == 'yes' else 'in memory'}"
+        name = f"training, {'streamed' if stream == 'yes' else 'in memory'}"
         found.setdefault(name, []).extend(steps * BATCH / span for span in spans)
     return {name: _summary(values, "images/s") for name, values in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", nargs="?", type=Path, help="a tree of images: train/<class>/*, val/<class>/*")
-    parser.add_argument("--made", type=int, default=10000, help="images to make up where no tree is given")
-    parser.add_argument("--side", type=int, default=256, help="side of the images made up")
-    parser.add_argument("--steps", type=int, default=300, help="batches of a round")
+    parser.add_argument("source", nargs="?", type=Path, help="a folder of images: train/<class>/*, val/<class>/*")
+    parser.add_argument("--generate", type=int, default=10000, help="images to generate if no folder is given")
+    parser.add_argument("--side", type=int, default=256, help="side of the generated images")
+    parser.add_argument("--steps", type=int, default=300, help="batches per round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--train", action="store_true", help="time training steps too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true")
-    chosen = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=".") as place:
-        folder, found = Path(place) / "made", {}
-        if chosen.source is not None:
-            found = packing(chosen.source, Path(place))
+        folder, found = Path(place) / "generated", {}
+        if args.source is not None:
+            found = time_packing(args.source, Path(place))
             folder = Path(place) / "packed1"
         else:
-            made(folder, chosen.made, chosen.side)
-        device = torch.device(chosen.device)
-        candidates = epochs(open_packed(folder).images[0], device, chosen.source, chosen.steps)
-        found |= arriving(candidates, device, chosen.steps, chosen.rounds)
-        if chosen.train:
+            generate(folder, args.generate, args.side)
+        device = torch.device(args.device)
+        candidates = candidates_of(open_packed(folder).images[0], device, args.source, args.steps)
+        found |= time_epochs(candidates, device, args.steps, args.rounds)
+        if args.train:
             del candidates
-            found |= training(folder, chosen.device, 224, chosen.rounds)
-    if chosen.json:
+            found |= time_training(folder, args.device, 224, args.rounds)
+    if args.json:
         print(json.dumps(found, indent=1))
         return
     for name, numbers in found.items():
