@@ -18,7 +18,7 @@ def files(folder: Path) -> list[str]:
 
 
 def mistake(capsys: Capture, *words: str) -> str:
-    """The one line that a mistake prints on standard error; nothing is on standard output."""
+    """Run a command that must fail with exit code 2; return the one line it prints."""
     assert main(words) == 2
     said = capsys.readouterr()
     assert said.out == ""

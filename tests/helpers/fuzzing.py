@@ -1,4 +1,4 @@
-"""What all fuzz tests share: how many cases are drawn, the command line called as a person calls it, and what may come of it."""
+"""What fuzz tests share: how cases are drawn, how commands are called, and which results are allowed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis.strategies import SearchStrategy
 from tbbn.bench.cli.main import main
 from tbbn.bench.report import plots
 
-# Small enough that a run takes a few hundredths of a second.
+# A run takes a few hundredths of a second.
 TINY = {
     "device": "cpu",
     "threads": "1",
@@ -32,7 +32,7 @@ TINY = {
 
 
 def cases(default: int, nightly: int, strategy: SearchStrategy[Any]) -> Callable[[Callable[[Any], None]], Any]:
-    """A property as two tests: ``default`` cases, the same ones each time, and ``nightly`` ones, new ones each time."""
+    """Make two tests of a property: ``default`` cases, always the same, and ``nightly`` cases, new each time."""
 
     def make(check: Callable[[Any], None]) -> Any:
         def case(drawn: Any) -> None:
@@ -62,7 +62,7 @@ def cases(default: int, nightly: int, strategy: SearchStrategy[Any]) -> Callable
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """A fresh folder for one case: a fixture would be shared by all of them."""
+    """A fresh folder for one case; a fixture would be shared by all cases."""
     made = Path(tempfile.mkdtemp(prefix="tbbn-fuzz-"))
     try:
         yield made
@@ -71,18 +71,18 @@ def folder() -> Iterator[Path]:
 
 
 def call(*words: str) -> tuple[int, str, str]:
-    """The command's exit code and what it said; an exception that would reach the user fails the test as it stands."""
+    """Exit code, standard output and standard error of a command. An unexpected exception fails the test."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TBBN_TRACEBACK", "1")  # what no one has thought of is what is looked for
-        if words[0] != "report":  # half of a tiny run's time is its picture
+        patch.setenv("TBBN_TRACEBACK", "1")  # unexpected exceptions must reach the test
+        if words[0] != "report":  # the picture takes half the time of a tiny run
             patch.setattr(plots, "accuracy_curves", lambda records, path: path)
         code = main(list(words))
     return code, out.getvalue(), err.getvalue()
 
 
 def judge(code: int, out: str, err: str, allowed: tuple[int, ...] = (0, 2, 3)) -> None:
-    """A mistake is one line; nothing that is printed moves a terminal's cursor; every exit code is a documented one."""
+    """Check that the exit code is documented, that an error is one line, and that no control characters are printed."""
     assert code in allowed, (code, out, err)
     assert not re.search(r"[^\n\x20-\x7e\xa0-\U0010ffff]", out + err), repr(out + err)
     assert "Traceback" not in err
@@ -92,7 +92,7 @@ def judge(code: int, out: str, err: str, allowed: tuple[int, ...] = (0, 2, 3)) -
 
 
 def run(out: Path, *words: str) -> int:
-    """A quiet run into ``out``; one that is refused leaves nothing there."""
+    """Run quietly into ``out``; a refused run must leave nothing there."""
     code, said, complaint = call("run", *words, "--out", str(out), "--name", "x", "--quiet")
     judge(code, said, complaint)
     if code == 2:

@@ -1,7 +1,7 @@
-"""Run as a program: kill a run again and again, let it continue, and compare it with one that was left alone.
+"""Run as a program: kill a run repeatedly, let it resume, and compare it with an uninterrupted run.
 
-One run dies at random moments, another once in every phase of every task and while its files are written. Imports torch once
-and forks, so that a kill costs a fraction of a second. Prints one JSON object.
+One run is killed at random moments; another once in every phase of every task and while its files are written. The program
+imports torch once and forks, so that a kill costs a fraction of a second. It prints one JSON object.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def settings(method: str) -> RunConfig:
     return resolve(("test", {**SMALL, **parse_choice("method", method)}))
 
 
-def left_alone(config: RunConfig) -> Run:
+def uninterrupted(config: RunConfig) -> Run:
     job = Run(config)
     for _ in job.events():
         pass
     return job
 
 
-def in_pieces(config: RunConfig, directory: Path, pauses: Iterable[int]) -> tuple[Run, int]:
-    """The run stopped after so many steps each time and taken up again, after its end; and in how many places it stopped."""
+def run_in_pieces(config: RunConfig, directory: Path, pauses: Iterable[int]) -> tuple[Run, int]:
+    """Stop a run after so many steps each time and resume it; the finished run, and in how many places it was stopped."""
     places = set()
     for pause in (*pauses, 10**6):
         asked = iter(range(1, 10**7))
@@ -69,12 +69,12 @@ def in_pieces(config: RunConfig, directory: Path, pauses: Iterable[int]) -> tupl
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Equal to the bit; where one is not a number, so is the other."""
+    """Whether all tensors are equal bit for bit, NaN equal to NaN."""
     return a.keys() == b.keys() and all(torch.equal(a[k].nan_to_num(1e9), b[k].nan_to_num(1e9)) for k in a)
 
 
 def differences(config: RunConfig, directory: Path, expected: Run) -> list[str]:
-    """What of a finished run's files is not as in the run left alone."""
+    """What differs between the files of a finished run and an uninterrupted run."""
     resumed = Run(config)
     state.load(resumed, directory)
     mine, theirs = resumed.record.tree(), expected.record.tree()
@@ -88,12 +88,12 @@ def differences(config: RunConfig, directory: Path, expected: Run) -> list[str]:
     return found + [f"verify: {f.subject}: {f.problem}" for f in verify(directory) if f.problem]
 
 
-# Functions in which a child dies, and whether before or after the call.
+# Where a child dies: a function, and whether before or after the call.
 PLACES: dict[str, tuple[Any, str, str]] = {
-    "herding": (EngineTaskContext, "updated_memory", "after"),  # the exemplars are chosen, and nobody knows
+    "herding": (EngineTaskContext, "updated_memory", "after"),  # exemplars are selected but not saved
     "evaluation": (sys.modules[Run.__module__], "evaluate", "after"),
-    "renaming": (os, "replace", "after"),  # some files are the new ones, others the old ones
-    "writing": (os, "fsync", "before"),  # a file lies there that has no name yet
+    "renaming": (os, "replace", "after"),  # some files are new, others old
+    "writing": (os, "fsync", "before"),  # a temporary file without its final name
 }
 
 
@@ -102,7 +102,7 @@ def die() -> None:
 
 
 def trap(place: str, calls: int) -> Callable[[Event], None]:
-    """Make this process die at a place, after so many calls; what is returned is to see the run's events."""
+    """Make this process die at a place, after so many calls. Pass the run's events to the function returned."""
     left = iter(range(calls))
 
     def look(event: Event) -> None:
@@ -137,13 +137,13 @@ def child(config: RunConfig, directory: Path, place: str = "", calls: int = 0) -
 
 
 def killed_everywhere(config: RunConfig, directory: Path, dice: random.Random) -> dict[str, int]:
-    """Kills in each phase of each task, in the order in which a run comes there; what lies there after each is no forgery."""
+    """Kill a run in each phase of each task, in order; after each kill the folder must pass verification."""
     kills: Counter[str] = Counter()
     last = config.data.tasks - 1
     for task in range(config.data.tasks):
         second = [("second", dice.randrange(3))] if task and config.method.name != "ft" else []
         rest = [("herding", 0), ("evaluation", 0), ("renaming", dice.randrange(3)), ("writing", dice.randrange(3))]
-        if task == last:  # its files are the last ones: there are no later calls to wait for
+        if task == last:  # there are no later files to wait for
             rest[2:] = [("renaming", 0), ("writing", 0)]
         for place, calls in [("main", dice.randrange(4)), *second, *rest]:
             _, status = os.waitpid(child(config, directory, place, calls), 0)
@@ -158,7 +158,7 @@ def killed_everywhere(config: RunConfig, directory: Path, dice: random.Random) -
 
 
 def killed_at_random(config: RunConfig, directory: Path, n_kills: int, whole: float, dice: random.Random) -> int:
-    """Kills at moments spread over a run that takes ``whole`` seconds."""
+    """Kill a run at random moments, spread over the ``whole`` seconds it takes."""
     kills = 0
     while True:
         pid = child(config, directory)
@@ -170,7 +170,7 @@ def killed_at_random(config: RunConfig, directory: Path, n_kills: int, whole: fl
                 assert status == 0, status
                 if kills == n_kills:
                     return kills
-                shutil.rmtree(directory)  # it was faster than expected: kill another
+                shutil.rmtree(directory)  # it finished before the kill: try again
                 break
             time.sleep(0.002)
         else:
@@ -182,9 +182,9 @@ def killed_at_random(config: RunConfig, directory: Path, n_kills: int, whole: fl
 def main(method: str, directory: Path, n_kills: int, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     config, dice = settings(method), random.Random(seed)
-    expected = left_alone(config)
+    expected = uninterrupted(config)
     began = time.monotonic()
-    left_alone(config)
+    uninterrupted(config)
     whole = time.monotonic() - began
     at_random = killed_at_random(config, directory / "random", n_kills, whole, dice)
     everywhere = killed_everywhere(config, directory / "everywhere", dice)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+from commandline import Capture, mistake
 
 from tbbn.bench.cli.main import main
 from tbbn.bench.files import NO_SEAL, seal
@@ -18,15 +19,6 @@ from tbbn.bench.runs.record import load_record
 
 TINY = ("--data.tasks", "2", "--train.epochs", "1", "--memory.budget", "8", "--device", "cpu", "--threads", "1")
 SYNTHETIC = ("--data", "synthetic:4x6x2x8", *TINY)
-Capture = pytest.CaptureFixture[str]
-
-
-def refused(capsys: Capture, *words: str) -> str:
-    """The one line on standard error; nothing is on standard output."""
-    assert main(words) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("tbbn: ") and said.err.count("\n") == 1, said
-    return said.err.strip()
 
 
 def write_set(root: Path, n_train: int = 3, side: int = 6) -> Path:
@@ -70,36 +62,36 @@ def write_set(root: Path, n_train: int = 3, side: int = 6) -> Path:
         ("--data synthetic:99999x99999x9x999", r"synthetic: .* bytes of images; the limit is 4294967296"),
     ],
 )
-def test_a_setting_that_cannot_be(words: str, line: str, tmp_path: Path, capsys: Capture) -> None:
-    assert re.search(line, refused(capsys, "run", *SYNTHETIC, *words.split(), "--out", str(tmp_path / "out")))
+def test_an_impossible_setting(words: str, line: str, tmp_path: Path, capsys: Capture) -> None:
+    assert re.search(line, mistake(capsys, "run", *SYNTHETIC, *words.split(), "--out", str(tmp_path / "out")))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["a = 1" + "0" * 5000, "a = " + "[" * 10_000, "a = '\\u0000'\nb"])
-def test_a_config_file_that_cannot_be_read(text: str, tmp_path: Path, capsys: Capture) -> None:
+def test_an_unreadable_config_file(text: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "a.toml").write_text(text)
-    assert "a.toml: not a TOML file: " in refused(capsys, "run", str(tmp_path / "a.toml"), "--out", str(tmp_path / "o"))
+    assert "a.toml: not a TOML file: " in mistake(capsys, "run", str(tmp_path / "a.toml"), "--out", str(tmp_path / "o"))
     assert [file.name for file in tmp_path.iterdir()] == ["a.toml"]
 
 
-def test_text_that_no_file_can_hold(tmp_path: Path, capsys: Capture) -> None:
-    line = refused(capsys, "run", "--data", "folder:/x\udcff", "--out", str(tmp_path / "out"))
+def test_text_that_is_not_utf_8(tmp_path: Path, capsys: Capture) -> None:
+    line = mistake(capsys, "run", "--data", "folder:/x\udcff", "--out", str(tmp_path / "out"))
     assert line == r"tbbn: command line: data.name must be text in UTF-8, got 'folder:/x\udcff'."
 
 
 # Data.
 
 
-def test_a_folder_name_cannot_move_the_cursor(tmp_path: Path, capsys: Capture) -> None:
+def test_control_characters_in_a_folder_name_are_escaped(tmp_path: Path, capsys: Capture) -> None:
     write_set(tmp_path / "set")
     for part in ("train", "test"):
         (tmp_path / "set" / part / "bee").rename(tmp_path / "set" / part / "be\ne\x1b[2J")
     (tmp_path / "set/train/be\ne\x1b[2J/0.png").write_bytes(b"")
-    line = refused(capsys, "run", "--data", f"folder:{tmp_path / 'set'}", *TINY, "--out", str(tmp_path / "out"))
+    line = mistake(capsys, "run", "--data", f"folder:{tmp_path / 'set'}", *TINY, "--out", str(tmp_path / "out"))
     assert r"train/be\ne\x1b[2J/0.png: is not a readable image" in line
 
 
-def test_unreadable_images_fail_or_are_left_out_and_then_shown(tmp_path: Path, capsys: Capture) -> None:
+def test_unreadable_images_are_an_error_or_skipped_and_reported(tmp_path: Path, capsys: Capture) -> None:
     broken = write_set(tmp_path / "set") / "train/ant/1.png"
     broken.write_bytes(broken.read_bytes()[:50])
     words = [
@@ -113,7 +105,7 @@ def test_unreadable_images_fail_or_are_left_out_and_then_shown(tmp_path: Path, c
         "x",
         "--quiet",
     ]
-    line = refused(capsys, *words)
+    line = mistake(capsys, *words)
     assert f"{broken}: is not a readable image" in line and "data.unreadable = 'skip'" in line
     assert not (tmp_path / "out").exists()
     assert main([*words, "--data.unreadable", "skip"]) == 0
@@ -124,20 +116,18 @@ def test_unreadable_images_fail_or_are_left_out_and_then_shown(tmp_path: Path, c
     assert main(["verify", str(tmp_path / "out/x")]) == 0
 
 
-def test_a_batch_of_one_image_that_cannot_be_normalised_leaves_nothing(tmp_path: Path, capsys: Capture) -> None:
+def test_a_batch_without_variance_is_refused_and_leaves_nothing(tmp_path: Path, capsys: Capture) -> None:
     write_set(tmp_path / "set", n_train=3, side=1)
     words = ["run", "--data", f"folder:{tmp_path / 'set'}", *TINY, "--batch.size", "2", "--out", str(tmp_path / "out")]
-    line = refused(capsys, *words, "--quiet")
+    line = mistake(capsys, *words, "--quiet")
     assert "task 1, phase 'train': a batch of one image has no variance to normalise by where maps are 1x1" in line
     assert not (tmp_path / "out").exists()
     assert main([*words, "--quiet", "--batch.last", "drop"]) == 0
 
 
 @pytest.mark.parametrize("more", [(), ("--seeds", "2"), ("--seeds", "2", "--lanes", "2")])
-def test_bad_data_is_one_line_however_many_runs_wanted_it(
-    more: tuple[str, ...], tmp_path: Path, capsys: Capture
-) -> None:
-    line = refused(capsys, "run", "--data", "folder:/nowhere", *TINY, *more, "--out", str(tmp_path / "out"))
+def test_bad_data_is_one_line_for_any_number_of_runs(more: tuple[str, ...], tmp_path: Path, capsys: Capture) -> None:
+    line = mistake(capsys, "run", "--data", "folder:/nowhere", *TINY, *more, "--out", str(tmp_path / "out"))
     assert "/nowhere needs the folders train/<class>/" in line
     assert not (tmp_path / "out").exists()
 
@@ -146,27 +136,27 @@ def test_bad_data_is_one_line_however_many_runs_wanted_it(
 
 
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/tbbn", "/sys/tbbn", "a" * 300])
-def test_an_output_that_cannot_be_written(out: str, tmp_path: Path, capsys: Capture) -> None:
+def test_an_output_folder_that_cannot_be_written(out: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("kept")
-    line = refused(capsys, "run", *SYNTHETIC, "--out", str(tmp_path / out), "--quiet")
+    line = mistake(capsys, "run", *SYNTHETIC, "--out", str(tmp_path / out), "--quiet")
     assert line.startswith(f"tbbn: {tmp_path / out}"[:60])
     assert [file.name for file in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_picture_of_no_known_kind(tmp_path: Path, capsys: Capture) -> None:
+def test_a_picture_of_an_unknown_format(tmp_path: Path, capsys: Capture) -> None:
     assert main(["run", *SYNTHETIC, "--out", str(tmp_path), "--name", "x", "--quiet"]) == 0
     capsys.readouterr()
-    line = refused(capsys, "report", str(tmp_path / "x"), "--plot", str(tmp_path / "new/curves.xyz"))
+    line = mistake(capsys, "report", str(tmp_path / "x"), "--plot", str(tmp_path / "new/curves.xyz"))
     assert re.search(r"curves\.xyz: the picture must end in .*\.png.*, got '\.xyz'\.", line)
-    line = refused(capsys, "report", str(tmp_path / "x"), "--plot", str(tmp_path / "x/record.json/curves.png"))
+    line = mistake(capsys, "report", str(tmp_path / "x"), "--plot", str(tmp_path / "x/record.json/curves.png"))
     assert "record.json" in line
-    assert "unknown format" in refused(
+    assert "unknown format" in mistake(
         capsys, "report", str(tmp_path / "x"), "--format", "xyz", "--plot", str(tmp_path / "new/curves.png")
     )
     assert not (tmp_path / "new").exists()
 
 
-def test_what_no_one_has_thought_of_is_one_line_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_exception_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("by\nzero")
 
@@ -191,7 +181,7 @@ def run(tmp_path: Path, capsys: Capture) -> Path:
 
 
 def rewrite(run: Path, **values: Any) -> None:
-    """A record with other values, and the checksum that belongs to them: as someone who knows the format writes it."""
+    """Change values of a record, with a matching checksum."""
     tree = json.loads((run / "record.json").read_text())
     for key, value in values.items():
         section, _, name = key.partition("__")
@@ -206,12 +196,12 @@ def rewrite(run: Path, **values: Any) -> None:
 @pytest.mark.parametrize("command", ["show", "report", "verify", "resume"])
 def test_a_run_of_a_newer_version(command: str, run: Path, capsys: Capture) -> None:
     rewrite(run, schema=99)
-    assert "record.json: written by a newer version (schema 99; this version reads" in refused(
+    assert "record.json: written by a newer version (schema 99; this version reads" in mistake(
         capsys, command, str(run)
     )
 
 
-def test_a_checkpoint_that_is_whole_and_of_another_run(run: Path, capsys: Capture) -> None:
+def test_a_checkpoint_with_a_valid_checksum_that_does_not_fit_the_run(run: Path, capsys: Capture) -> None:
     rewrite(run, status="interrupted")
     state, tensors = checkpoint.read(run / checkpoint.NEWEST)
     for change, line in (
@@ -225,19 +215,19 @@ def test_a_checkpoint_that_is_whole_and_of_another_run(run: Path, capsys: Captur
     ):
         checkpoint.save(run, {**state, **change}, tensors)  # type: ignore[dict-item]
         checkpoint.save(run, {**state, **change}, tensors)  # type: ignore[dict-item]
-        assert line in refused(capsys, "resume", str(run), "--quiet"), change
+        assert line in mistake(capsys, "resume", str(run), "--quiet"), change
 
 
-def test_rows_that_lead_out_of_the_data_set(run: Path, capsys: Capture) -> None:
+def test_a_checkpoint_with_rows_outside_the_data_set(run: Path, capsys: Capture) -> None:
     rewrite(run, status="interrupted")
     state, tensors = checkpoint.read(run / checkpoint.NEWEST)
     for _ in range(2):
         checkpoint.save(run, state, {**tensors, "memory.index": tensors["memory.index"] + 1000})
-    assert "memory.index has rows outside the data set" in refused(capsys, "resume", str(run), "--quiet")
+    assert "memory.index has rows outside the data set" in mistake(capsys, "resume", str(run), "--quiet")
 
 
 @pytest.mark.parametrize("form", ["text", "md", "csv", "latex"])
-def test_what_a_record_says_cannot_move_the_cursor(form: str, run: Path, capsys: Capture) -> None:
+def test_control_characters_in_a_record_are_escaped(form: str, run: Path, capsys: Capture) -> None:
     evil = "bn\x1b[2J\x9b31m\nx\r|y\u202e"
     rewrite(run, config__norm={"name": evil}, message="\x1b]0;title\x07", status="failed")
     for words in (["show", str(run)], ["report", str(run)]):
@@ -249,7 +239,7 @@ def test_what_a_record_says_cannot_move_the_cursor(form: str, run: Path, capsys:
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", said.out + said.err)
 
 
-def test_a_curve_may_have_any_name(run: Path, capsys: Capture) -> None:
+def test_curves_with_special_characters_in_their_names(run: Path, capsys: Capture) -> None:
     for name in ("$x^{$", "_hidden", "a\x1b[31m", "\u4e2d"):
         rewrite(run, config__norm={"name": name}, config__method={"name": "_m$"})
         assert main(["report", str(run), "--plot", str(run / "curves.png")]) == 0

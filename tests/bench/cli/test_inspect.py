@@ -40,7 +40,7 @@ def test_the_list_of_norms_names_every_option(capsys: Capture) -> None:
     assert main(["list", "norms", "--json"]) == 0
     shared = {"affine", "bias", "eps", "momentum", "track_running_stats"}
     for name, entry in json.loads(capsys.readouterr().out).items():
-        with pytest.raises(tbbn.errors.UserError) as refused:  # which names all that are taken
+        with pytest.raises(tbbn.errors.UserError) as refused:  # the error lists all options
             tbbn.convert(torch.nn.BatchNorm2d(16), name, nothing=1)
         taken = set(str(refused.value).split(": ")[2].split(".")[0].split(", "))
         assert taken - shared == entry["options"].keys() - shared

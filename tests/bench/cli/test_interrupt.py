@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 from commandline import TINY, Capture
+from tinyrun import tiny
 
 from tbbn.bench.cli.main import main
+from tbbn.bench.engine import run
 from tbbn.bench.runs.interrupt import stop_on_signal
 from tbbn.bench.runs.record import load_record
+from tbbn.bench.runs.saved import run_saved
 
 
-def test_an_interrupt_ends_cleanly_and_says_so(
+def test_an_interrupt_in_a_step_is_one_line_and_the_run_resumes(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tbbn.bench.engine.step import Step
@@ -47,7 +50,7 @@ def test_an_interrupt_ends_cleanly_and_says_so(
 
 
 @pytest.mark.parametrize(("lanes", "number"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("1", signal.SIGTERM)])
-def test_a_first_signal_lets_the_runs_save_themselves_at_once(
+def test_after_the_first_signal_runs_save_themselves_and_resume(
     lanes: str,
     number: signal.Signals,
     tmp_path: Path,
@@ -84,6 +87,16 @@ def test_a_first_signal_lets_the_runs_save_themselves_at_once(
         assert one.status == "finished" and (one.accuracy, one.history) == (other.accuracy, other.history)
 
 
+def test_resume_finishes_an_interrupted_run(tmp_path: Path, capsys: Capture) -> None:
+    asked = iter(range(10**6))
+    config = tiny(norm__name="tbbn")
+    assert run_saved(config, tmp_path / "a", stop=lambda: next(asked) > 9).status == "interrupted"
+    assert main(["resume", str(tmp_path), "--quiet", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["status"] == "finished"
+    assert entry["metrics"] == run(config).metrics
+
+
 @pytest.mark.parametrize("lanes", ["1", "2"])
 def test_resume_starts_the_runs_of_a_sweep_that_had_not_started(
     lanes: str, runs: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +119,7 @@ def test_resume_starts_the_runs_of_a_sweep_that_had_not_started(
         assert load_record(folder).accuracy == load_record(runs / folder.name).accuracy
 
 
-def test_a_second_signal_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_second_signal_interrupts_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     with stop_on_signal() as stop:
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
@@ -116,7 +129,7 @@ def test_a_second_signal_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().err.count("tbbn: stopping") == 1
 
 
-def test_outside_the_main_thread_signals_are_left_alone() -> None:
+def test_signals_are_not_handled_outside_the_main_thread() -> None:
     seen: list[bool] = []
 
     def work() -> None:
@@ -129,7 +142,7 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     assert seen == [False]
 
 
-def test_an_interrupt_while_torch_is_imported_is_no_traceback(tmp_path: Path) -> None:
+def test_an_interrupt_during_the_import_of_torch_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     words = [sys.executable, "-m", "tbbn.bench.cli.main", "list", "norms"]
     places = os.pathsep.join([str(tmp_path), *sys.path])

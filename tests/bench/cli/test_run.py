@@ -36,14 +36,14 @@ def test_one_run_leaves_its_record_its_config_and_a_picture(tmp_path: Path, caps
     assert lines[-1] == f"accuracy curves: {folder / 'accuracy.png'}"
 
 
-def test_data_goes_to_stdout_and_progress_to_stderr(tmp_path: Path, capsys: Capture) -> None:
+def test_results_go_to_stdout_and_progress_to_stderr(tmp_path: Path, capsys: Capture) -> None:
     assert main(["run", *TINY, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert "run 1/1: ft + bn, seed 0" in said.err and "task 2/2, mean accuracy" in said.err
     assert "task 2/2" not in said.out and "A_f" not in said.err
 
 
-def test_quiet_says_nothing_but_the_result(tmp_path: Path, capsys: Capture) -> None:
+def test_quiet_prints_only_the_result(tmp_path: Path, capsys: Capture) -> None:
     assert main(["run", *TINY, "--out", str(tmp_path), "--quiet"]) == 0
     said = capsys.readouterr()
     assert said.err == "" and "ft + bn" in said.out
@@ -80,7 +80,7 @@ def test_another_config_in_the_folder_is_refused_unless_overwritten(tmp_path: Pa
     assert load_record(tmp_path / "x").run_config.train.lr == 0.2
 
 
-def test_json_is_for_machines(tmp_path: Path, capsys: Capture) -> None:
+def test_json_output_has_one_entry_per_run(tmp_path: Path, capsys: Capture) -> None:
     assert main(["run", *TINY, "--seeds", "4,", "--out", str(tmp_path), "--name", "x", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert (entry["method"], entry["norm"], entry["seed"], entry["status"]) == ("ft", "bn", 4, "finished")
@@ -88,7 +88,7 @@ def test_json_is_for_machines(tmp_path: Path, capsys: Capture) -> None:
     assert entry["metrics"] == load_record(tmp_path / "x").metrics
 
 
-def test_a_toml_file_is_a_recipe_and_the_command_line_is_over_it(tmp_path: Path, capsys: Capture) -> None:
+def test_the_command_line_overrides_a_recipe_file(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
         'method = "er"\n[data]\nname = "synthetic:4x12x4x8"\ntasks = 2\n[train]\nepochs = 5\n[memory]\nbudget = 8\n'
@@ -101,7 +101,7 @@ def test_a_toml_file_is_a_recipe_and_the_command_line_is_over_it(tmp_path: Path,
     assert record.run_config.train.epochs == 1 and len(record.history) == 2
 
 
-def test_settings_in_every_way_of_writing_them(tmp_path: Path, capsys: Capture) -> None:
+def test_every_way_to_write_a_setting(tmp_path: Path, capsys: Capture) -> None:
     words = ["run", "--data.name=synthetic", "--norm.name", "gn", "--norm.groups=8", "--data.online", "--dry-run"]
     words += ["--train.milestones", "0.4,0.8", "--data.class_order_seed", "-1", "--quirks", "no-affine", "--json"]
     assert main(words) == 0
@@ -111,7 +111,7 @@ def test_settings_in_every_way_of_writing_them(tmp_path: Path, capsys: Capture) 
     assert tree["train"]["milestones"] == [0.4, 0.8] and tree["data"]["class_order_seed"] == -1
 
 
-def test_without_arguments_it_is_the_demo(capsys: Capture) -> None:
+def test_without_arguments_the_demo_runs(capsys: Capture) -> None:
     assert main(["run", "--dry-run", "--json"]) == 0
     forecast = json.loads(capsys.readouterr().out)
     assert forecast["runs"] == 6 and forecast["config"]["data"]["name"] == "digits"
@@ -119,7 +119,7 @@ def test_without_arguments_it_is_the_demo(capsys: Capture) -> None:
     assert forecast["config"]["memory"]["budget"] == 100
 
 
-def test_lanes_give_what_one_run_after_the_other_gives(runs: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_lanes_give_the_same_results_as_runs_in_sequence(runs: Path, tmp_path: Path, capsys: Capture) -> None:
     words = ["run", *TINY, "--norm", "bn,gn(groups=8)", "--seeds", "2", "--out", str(tmp_path), "--name", "few"]
     assert main([*words, "--lanes", "3", "--quiet"]) == 0
     for folder in runs.iterdir():

@@ -48,7 +48,7 @@ def test_bars_on_a_terminal(columns: int, lanes: str, tmp_path: Path) -> None:
     assert "accuracy.png" in plain.replace("\r\n", "")
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "tbbn.bench.cli.main", "list", "datasets"],
         stdout=subprocess.PIPE,

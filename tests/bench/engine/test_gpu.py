@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from killed import in_pieces, same
+from killed import run_in_pieces, same
 from tinyrun import finish, tiny
 
 from tbbn.accelerators.graphs import CapturedFunction
@@ -64,7 +64,7 @@ def test_a_captured_run_is_the_eager_one(settings: dict[str, Any], monkeypatch: 
 def test_a_run_stopped_anywhere_goes_on_exactly(settings: dict[str, Any], tmp_path: Path) -> None:
     config = on_gpu(**settings)
     expected = finish(config)
-    resumed, places = in_pieces(config, tmp_path, (2, 5, 9, 14, 20))
+    resumed, places = run_in_pieces(config, tmp_path, (2, 5, 9, 14, 20))
     assert places >= 4 and agree(resumed, expected)
     for task in range(2):
         assert {found.problem for found in retrain(tmp_path, task)} == {""}

@@ -1,4 +1,4 @@
-"""Any config, valid or not, trains a tiny task or is refused in one line, and then leaves nothing behind."""
+"""Any config, valid or not, trains a tiny run or is refused in one line and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tbbn.bench import config as cfg
 from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS
 from tbbn.registry import AUGMENTATIONS, BACKBONES, METHODS, NORMS
 
-# What a setting may be beside its default. Numbers of epochs are small and sizes of images are small or absurd: what is
-# merely large is a valid config that would train for long.
+# Values of settings besides the default. Numbers of epochs are small, and image sizes small or absurd: a merely large value
+# would be a valid config that trains for long.
 CHOICES: dict[str, list[Any]] = {
     "protocol": sorted(PROTOCOLS),
     "quirks": sorted(QUIRKS),
@@ -91,7 +91,7 @@ GARBAGE: list[Any] = [
     "\ud800",
     "a" * 300,
 ]
-NO_GARBAGE_BUT_TEXT = ("train.epochs",)  # a number here is how long it takes
+NO_GARBAGE_BUT_TEXT = ("train.epochs",)  # a large number would take long
 OPTIONS: dict[str, list[Any]] = {
     "groups": [1, 2, 4, 8, 3, 0, -1, 33, 10**9],
     "eps": [1e-5, 1e-3, 0.0, -1.0, 1e300],
@@ -105,7 +105,7 @@ def in_words(value: Any) -> str:
 
 
 def option_names(kind: str, name: str) -> dict[str, Any]:
-    """The options that a method or a norm takes, and their defaults where they are known."""
+    """The options of a method or a norm, with their defaults if known."""
     if kind == "method":
         return {f.name: f.default for f in fields(METHODS.get(name))} if name in METHODS else {}
     if name not in NORMS:
@@ -118,7 +118,7 @@ def option_names(kind: str, name: str) -> dict[str, Any]:
 
 @st.composite
 def options(draw: st.DrawFn, kind: str, name: str, odd: bool) -> dict[str, str]:
-    """Options of a method or a norm; if `odd`, also ones it does not have and values of any type."""
+    """Options of a method or a norm; if `odd`, also unknown ones and values of any type."""
     own = option_names(kind, name)
     found = {}
     for option in draw(
@@ -128,7 +128,7 @@ def options(draw: st.DrawFn, kind: str, name: str, odd: bool) -> dict[str, str]:
             continue
         default = own.get(option)
         values = [True, False] if isinstance(default, bool) else OPTIONS.get(option, [1, 2, 0.5, 0, 3.0])
-        values = [0, 1, 2] if "epochs" in option else values  # how long it takes
+        values = [0, 1, 2] if "epochs" in option else values  # keep it short
         values = [*values, -1, "x", True, "0.5"] if odd else values
         found[option] = in_words(draw(st.sampled_from(values)))
     # Second phases are long by default.
@@ -137,7 +137,7 @@ def options(draw: st.DrawFn, kind: str, name: str, odd: bool) -> dict[str, str]:
 
 @st.composite
 def configs(draw: st.DrawFn) -> list[str]:
-    """Words of the command line: the tiny run, and up to five settings that are valid, nearly so, or not at all."""
+    """Words of the command line: a tiny run, and up to five settings that are valid, nearly valid or invalid."""
     odd = draw(st.integers(0, 2)) == 0
     known = {key: setting.default for key, setting in cfg.SETTINGS.items()}
     given = dict(TINY) | {"backbone": "small"}
@@ -165,7 +165,7 @@ def configs(draw: st.DrawFn) -> list[str]:
 
 @cases(80, 1000, configs())
 def test_a_config_runs_or_is_refused(words: list[str]) -> None:
-    """Through the command line, as settings."""
+    """As settings on the command line."""
     with folder() as place:
         if "--dry-run" in words or "--seeds=2" in words:
             judge(*call("run", *words, "--out", str(place / "out"), "--quiet"), allowed=(0, 1, 2, 3))
@@ -193,7 +193,7 @@ VALUES = st.one_of(
 
 @st.composite
 def documents(draw: st.DrawFn) -> bytes:
-    """TOML documents of our own sections with values of their type and of any other, and some that are no TOML at all."""
+    """TOML documents with our sections and values of the right type or any other; and some that are not TOML."""
     odd = draw(st.booleans())
     lines = []
     sections = st.sampled_from([*cfg.SECTIONS, *(["norm", "method", "sweep", "zzz"] if odd else [])])
@@ -205,7 +205,7 @@ def documents(draw: st.DrawFn) -> bytes:
         lines += [f"[{section}]"] if section else []
         for name in draw(st.lists(st.sampled_from([*names, *(["zzz"] if odd else [])]), max_size=2, unique=True)):
             key = f"{section}.{name}" if section else name
-            if name in ("epochs", "threads"):  # how long it takes
+            if name in ("epochs", "threads"):  # keep it short
                 continue
             value = draw(st.sampled_from(CHOICES.get(key, [True, 1, "x"])))
             if key in ("norm.name", "method.name"):
@@ -221,7 +221,7 @@ def documents(draw: st.DrawFn) -> bytes:
 
 @cases(35, 400, documents())
 def test_a_config_file_runs_or_is_refused(text: bytes) -> None:
-    """Through a TOML file, where values have types; the command line then makes it tiny."""
+    """As a TOML file, where values have types; options on the command line make it tiny."""
     with folder() as place:
         (place / "a.toml").write_bytes(text)
         words = [f"--{key}={value}" for key, value in TINY.items()]

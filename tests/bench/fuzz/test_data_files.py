@@ -1,4 +1,4 @@
-"""Any change to the official files of a data set, or to its archive, is read or refused in one line; nothing is executed."""
+"""Changed data files and archives are read or refused in one line; nothing is executed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def packed(kind: str, files: dict[str, bytes]) -> bytes:
 
 @cache
 def sets() -> dict[str, dict[str, bytes]]:
-    """Each data set's files, as small as they can be; the first is the one that is changed."""
+    """The files of each data set, as small as possible; the first one is changed."""
     from scipy.io import savemat
 
     labels = np.arange(10, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Any tree of folders and files is a data set or is refused in one line, and then leaves nothing behind."""
+"""Any folder tree is a data set or is refused in one line and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def flipped(content: bytes, place: int, value: int) -> bytes:
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[dict[str, tuple[str, Any]], list[str]]:
-    """Paths and what lies there; mostly whole data sets with something odd in them."""
+    """Paths and their content; mostly complete data sets with something odd in them."""
     tree: dict[str, tuple[str, Any]] = {}
     classes = draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
     test = draw(st.sampled_from(["test", "test", "test", "val", "tset"]))
@@ -110,7 +110,7 @@ def plant(root: Path, tree: dict[str, tuple[str, Any]]) -> None:
                 os.mkfifo(path)
             else:
                 path.symlink_to(path.name if content == "self" else content)
-        except OSError:  # a file where a folder should be, a name too long: whatever got there is the case
+        except OSError:  # a file in place of a folder, a name too long: the case is what could be written
             continue
 
 

@@ -1,4 +1,4 @@
-"""Any change to the files of a run is noticed in one line or does no harm; no command that reads them ends in a traceback."""
+"""Any change to the files of a run is reported in one line or harmless; no command ends in a traceback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMMANDS = (
 
 @cache
 def originals() -> dict[str, Path]:
-    """A finished run, and one that was stopped in its second task; made once for all cases."""
+    """A finished run and one stopped in its second task, made once for all cases."""
     made = Path(tempfile.mkdtemp(prefix="tbbn-fuzz-"))
     layer = {key: config.parse_value(key, value) for key, value in TINY.items()}
     settings = config.resolve(("test", {**layer, "backbone": "small", "norm.name": "tbbn"}))
@@ -67,7 +67,7 @@ def no_traces() -> Any:
 
 
 def resealed(content: bytes) -> bytes:
-    """The content with the checksum that belongs to it: what someone who knows the format can write."""
+    """The content with a matching checksum."""
     found = re.search(rb'"sha256": ?"([0-9a-f]{64})"', content)
     if found is None:
         return content
@@ -118,7 +118,7 @@ def changed(tree: Any, path: tuple[Any, ...], how: str, value: Any) -> Any:
 
 
 def header(content: bytes) -> tuple[Any, bytes]:
-    """The JSON of a safetensors file, the state inside it as JSON too, and the tensors' bytes."""
+    """The parsed header of a safetensors file, its state parsed too, and the bytes of the tensors."""
     end = 8 + int.from_bytes(content[:8], "little")
     tree = json.loads(content[8:end])
     metadata = tree.get("__metadata__", {})
@@ -139,7 +139,7 @@ def with_header(tree: Any, tensors: bytes) -> bytes:
 def byte_changes(draw: st.DrawFn, content: bytes) -> bytes:
     place = draw(st.integers(0, max(0, len(content) - 1)))
     if draw(st.booleans()):
-        place = min(place, 400)  # the head of a file is where its structure is
+        place = min(place, 400)  # most of the structure is at the start of a file
     how = draw(st.sampled_from(["flip", "truncate", "insert", "cut", "fill"]))
     if how == "flip":
         return content[:place] + bytes([content[place] ^ draw(st.integers(1, 255))]) + content[place + 1 :]
@@ -153,7 +153,7 @@ def byte_changes(draw: st.DrawFn, content: bytes) -> bytes:
 
 @st.composite
 def damages(draw: st.DrawFn) -> tuple[str, str, bytes | None, list[str], bool]:
-    """Which run, which file, its new content, the command, and whether its checksum was made to fit."""
+    """A run, a file, its new content, a command, and whether the checksum matches."""
     which = draw(st.sampled_from(["finished", "stopped"]))
     name = draw(st.sampled_from(FILES))
     content = (originals()[which] / name).read_bytes()
@@ -189,7 +189,7 @@ def test_damage_is_noticed_or_harmless(case: tuple[str, str, bytes | None, list[
             (directory / name).unlink()
         else:
             (directory / name).write_bytes(new)
-            if name == "checkpoint.safetensors" and sealed:  # else the one before it is taken
+            if name == "checkpoint.safetensors" and sealed:  # otherwise the previous one would be used
                 (directory / "checkpoint.previous.safetensors").write_bytes(new)
         words = [str(place / word) if word == "curves.png" else word for word in command[1:]]
         code, out, err = call(command[0], str(directory), *words)

@@ -1,4 +1,4 @@
-"""The accuracy curves: what is drawn, read back from matplotlib's own objects."""
+"""Accuracy curves, read back from matplotlib's objects."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path, monkey
         accuracy_curves([record([[1.0]])], tmp_path / "x.png")
 
 
-def test_many_curves_look_different_and_their_legend_lies_beside_them(tmp_path: Path, figures: list[Any]) -> None:
+def test_many_curves_look_different_and_the_legend_stands_beside_the_axes(tmp_path: Path, figures: list[Any]) -> None:
     norms = ["bn", "in", "gn", "sn", "brn", "cn", "tbbn", "adab2n", "weighted"]
     records = [record([[1.0], [0.5, 0.7]], norm=norm) for norm in norms]
     for method in ("er", "lucir"):

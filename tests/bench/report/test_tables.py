@@ -1,4 +1,4 @@
-"""Tables of records: numbers against the statistics module by hand, groups of seeds, and each format's own rules."""
+"""Tables of records: numbers worked out by hand, groups of seeds, and the escaping rules of each format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_mean_and_sample_deviation_of_three_seeds() -> None:
     table = summary_table([record(A, seed=0), record(B, seed=1), record(C, seed=2)])
     final = [0.7, 0.65, 0.15]
     mean = sum(final) / 3
-    deviation = (sum((x - mean) ** 2 for x in final) / 2) ** 0.5  # n - 1: of a sample
+    deviation = (sum((x - mean) ** 2 for x in final) / 2) ** 0.5  # n - 1: sample standard deviation
     (row,) = table.rows
     assert row[:3] == ("ft + bn", "3", f"{100 * mean:.1f} ± {100 * deviation:.1f}")
     assert table.header == ("method + norm", "seeds", "A_f %", "A_a %", "F %", "A_l %")
@@ -62,12 +62,12 @@ def test_seeds_are_one_group_and_norms_are_not() -> None:
     assert [[r.run_config.seed for r in members] for members in groups.values()] == [[0, 1], [1]]
 
 
-def test_where_a_run_was_done_makes_no_group() -> None:
+def test_runs_on_other_machines_are_one_group() -> None:
     records = [record(A, device="cpu", threads=2), record(B, seed=1, data__root="/data"), record(C, seed=2)]
     assert list(grouped(records)) == ["ft + bn"]
 
 
-def test_a_run_done_twice_is_one_seed() -> None:
+def test_a_repeated_run_counts_once() -> None:
     broken = record(C[:1], status="interrupted", seed=1)
     table = summary_table([record(A), broken, record(A, threads=2), record(B, seed=1)])
     (row,) = table.rows
@@ -76,7 +76,7 @@ def test_a_run_done_twice_is_one_seed() -> None:
     assert "repeat" not in summary_table([record(A), record(B, seed=1)]).notes[-1]
 
 
-def test_groups_of_one_label_are_told_apart_by_what_differs() -> None:
+def test_groups_with_one_label_show_the_settings_that_differ() -> None:
     records = [record(A, train__epochs=3), record(B, train__epochs=4), record(C, train__epochs=4, train__lr=0.5)]
     assert list(grouped(records)) == [
         "ft + bn [train.epochs=3, train.lr=0.05]",
@@ -91,7 +91,7 @@ def test_groups_of_one_label_are_told_apart_by_what_differs() -> None:
     ]
 
 
-def test_an_unfinished_run_is_in_no_mean_but_is_named() -> None:
+def test_an_unfinished_run_is_not_in_the_mean_but_in_the_status() -> None:
     broken = record(C[:1], status="diverged", seed=2)
     table = summary_table([record(A, seed=0), record(B, seed=1), broken])
     (row,) = table.rows
@@ -137,7 +137,7 @@ def test_csv_has_numbers_in_columns_of_their_own() -> None:
     assert [float(row[1]) for row in rows[1:]] == [1.0, 2.0]
 
 
-def test_csv_quotes_what_holds_a_comma() -> None:
+def test_csv_quotes_cells_with_commas() -> None:
     table = Table(("name", "x"), (('cn(groups=8, eps="1")', "1"),))
     assert list(csv.reader(io.StringIO(table.render("csv"))))[1] == ['cn(groups=8, eps="1")', "1"]
 
@@ -163,7 +163,7 @@ NASTY = Table(
 )
 
 
-def test_what_a_record_says_is_no_markup() -> None:
+def test_markdown_in_a_record_is_escaped() -> None:
     assert NASTY.render("md").splitlines()[2:] == [
         r"| =cmd()\|x | -1.0 |",
         r"| \[a](b)\*\`\<i>\\ | @sum |",
@@ -173,22 +173,22 @@ def test_what_a_record_says_is_no_markup() -> None:
     ]
 
 
-def test_what_a_record_says_is_no_formula_of_a_spreadsheet() -> None:
+def test_spreadsheet_formulas_in_a_record_are_quoted() -> None:
     rows = list(csv.reader(io.StringIO(NASTY.render("csv"))))
     assert rows[1:] == [["'=cmd()|x", "-1.0"], ["[a](b)*`<i>\\", "'@sum"], [r"\x1b[31m\nz", "-"]]
 
 
-def test_what_a_record_says_is_no_argument_of_a_command() -> None:
+def test_latex_in_a_record_is_escaped() -> None:
     lines = NASTY.render("latex").splitlines()
     assert lines[4] == r"=cmd()\textbar{}x & -1.0 \\"
     assert lines[5] == r"{}[a](b)*`\textless{}i\textgreater{}\textbackslash{} & @sum \\"
 
 
-def test_what_a_record_says_stays_on_its_line() -> None:
+def test_line_breaks_in_a_record_are_escaped() -> None:
     assert NASTY.render("text").splitlines()[4].startswith(r"\x1b[31m\nz")
 
 
-def test_images_left_out_are_counted_and_named() -> None:
+def test_skipped_images_are_counted_and_named() -> None:
     one, other = record(A), record(B, seed=1)
     one.skipped, other.skipped = ["a.png", "b.png", "c.png"], ["c.png", "d\n.png"]
     note = "skipped 4 unreadable image files (a.png, b.png, c.png, ...)."
@@ -196,7 +196,7 @@ def test_images_left_out_are_counted_and_named() -> None:
     assert "skipped" not in "".join(summary_table([record(A)]).notes)
 
 
-def test_rows_of_several_data_sets_or_scenarios_all_say_theirs() -> None:
+def test_rows_of_several_data_sets_or_scenarios_name_them() -> None:
     mixed = [
         record(A),
         record(A, norm__name="tbbn", data__name="synthetic"),
@@ -209,7 +209,7 @@ def test_rows_of_several_data_sets_or_scenarios_all_say_theirs() -> None:
     ]
 
 
-def test_options_that_online_runs_bring_along_are_not_named() -> None:
+def test_options_implied_by_online_learning_are_not_in_the_label() -> None:
     online = [record(A, data__online=True, method__name=name) for name in ("ft", "eeil", "podnet")]
     assert list(grouped(online)) == ["ft + bn", "eeil + bn", "podnet + bn"]
     given = record(A, data__online=True, method__name="eeil", method__balanced_epochs=2)
@@ -218,5 +218,5 @@ def test_options_that_online_runs_bring_along_are_not_named() -> None:
     assert list(grouped(both)) == ["eeil + bn [data.online=True]", "eeil + bn [data.online=False]"]
 
 
-def test_how_images_are_read_and_what_is_kept_makes_no_other_run() -> None:
+def test_streaming_and_saving_settings_make_no_group() -> None:
     assert list(grouped([record(A), record(B, seed=1, data__stream="yes", save__tasks="none")])) == ["ft + bn"]

@@ -1,4 +1,4 @@
-"""Runs die in every way a run can die; nothing is lost and nothing is misreported."""
+"""Runs that are killed, interrupted, damaged or diverge: nothing is lost or misreported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killed import in_pieces, left_alone, same
+from killed import run_in_pieces, same, uninterrupted
 from tinyrun import tiny
 from torch import Tensor
 
@@ -36,7 +36,7 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 @pytest.mark.parametrize(
     "method", ["ft", "eeil(balanced_epochs=4)", "bic(correction_epochs=8)", "podnet(finetune_epochs=4)"]
 )
-def test_a_run_killed_anywhere_ends_as_if_it_had_been_left_alone(method: str, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_with_identical_results(method: str, tmp_path: Path) -> None:
     program = [sys.executable, str(HELPERS / "killed.py"), method, str(tmp_path), "8", "3"]
     done = subprocess.run(program, capture_output=True, text=True, env=ONE_THREAD, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -49,7 +49,7 @@ def test_a_run_killed_anywhere_ends_as_if_it_had_been_left_alone(method: str, tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_told_to_stop_saves_itself_and_says_so_by_its_exit_code(number: int, tmp_path: Path) -> None:
+def test_a_process_that_gets_a_signal_saves_itself_and_exits_with_130(number: int, tmp_path: Path) -> None:
     words = ["--data", "synthetic:6x40x5x8", "--data.tasks", "2", "--train.epochs", "12", "--norm", "tbbn"]
     words += ["--threads", "1", "--device", "cpu", "--out", str(tmp_path), "--name", "x"]
     program = [sys.executable, "-m", "tbbn.bench.cli.main", "run", *words]
@@ -57,7 +57,7 @@ def test_a_process_told_to_stop_saves_itself_and_says_so_by_its_exit_code(number
         program, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ONE_THREAD
     ) as process:
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("run 1/1")  # said at the first step
+        assert process.stderr.readline().startswith("run 1/1")  # printed at the first step
         process.send_signal(number)
         said = process.communicate(timeout=120)[1]
     assert process.returncode == 130
@@ -68,7 +68,7 @@ def test_a_process_told_to_stop_saves_itself_and_says_so_by_its_exit_code(number
     assert saved is not None and saved[0]["position"] != {"task": 0, "phase": 0, "epoch": 0, "step": 0}
     record = run_saved(stopped.run_config, tmp_path / "x")
     assert record.status == "finished"
-    assert record.history == left_alone(stopped.run_config).record.history
+    assert record.history == uninterrupted(stopped.run_config).record.history
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_a_process_told_to_stop_saves_itself_and_says_so_by_its_exit_code(number
     ],
     ids=lambda s: s.get("method__name", "-".join(s) or "ft"),
 )
-def test_a_run_stopped_after_any_step_continues_exactly(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_stopped_after_any_step_resumes_with_identical_results(settings: dict[str, Any], tmp_path: Path) -> None:
     config = tiny(norm__name=settings.pop("norm__name", "tbbn"), **settings)
-    expected = left_alone(config)
-    resumed, places = in_pieces(config, tmp_path, (1, 2, 3, 5, 8, 13, 21))
+    expected = uninterrupted(config)
+    resumed, places = run_in_pieces(config, tmp_path, (1, 2, 3, 5, 8, 13, 21))
     assert places >= 3, "the run was stopped in several places"
     assert same(resumed.network.state_dict(), expected.network.state_dict())
     assert resumed.record.accuracy == expected.record.accuracy
@@ -101,7 +101,7 @@ def test_a_run_stopped_after_any_step_continues_exactly(settings: dict[str, Any]
     assert resumed.record.exemplars == expected.record.exemplars
 
 
-def test_a_finished_directory_is_not_trained_again(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     first = run_saved(tiny(), tmp_path)
     events: list[object] = []
     again = run_saved(tiny(), tmp_path, on_event=events.append)
@@ -110,7 +110,7 @@ def test_a_finished_directory_is_not_trained_again(tmp_path: Path) -> None:
     assert again.status == "finished"
 
 
-def test_a_directory_of_another_config_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_another_config_is_refused(tmp_path: Path) -> None:
     run_saved(tiny(), tmp_path)
     with pytest.raises(UserError, match="holds a run with another config"):
         run_saved(tiny(seed=1), tmp_path)
@@ -123,7 +123,7 @@ def _half_way(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(damage: str, tmp_path: Path) -> None:
     _half_way(tmp_path)
     file = tmp_path / checkpoint.NEWEST
     content = bytearray(file.read_bytes())
@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage: str, tmp
         {"truncated": content[: len(content) // 2], "flipped": content, "empty": b"", "foreign": b"x" * 99}[damage]
     )
     record = run_saved(tiny(), tmp_path)
-    expected = left_alone(tiny())
+    expected = uninterrupted(tiny())
     assert record.status == "finished"
     assert record.history == expected.record.history
 
@@ -185,12 +185,12 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch
     after = checkpoint.load(tmp_path)
     assert after is not None
     assert after[0]["position"] == before[0]["position"]
-    assert run_saved(tiny(), tmp_path).history == left_alone(tiny()).record.history
+    assert run_saved(tiny(), tmp_path).history == uninterrupted(tiny()).record.history
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of two megabytes, where this process may mount one."""
+    """A file system of two megabytes, if this process may mount one."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
@@ -203,7 +203,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("room", [0, 20_000, 200_000])
-def test_a_disk_that_is_really_full_leaves_the_last_good_checkpoint(
+def test_a_real_full_disk_leaves_the_last_good_checkpoint(
     room: int, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = small_disk / "run"
@@ -219,16 +219,16 @@ def test_a_disk_that_is_really_full_leaves_the_last_good_checkpoint(
     assert before is not None and after is not None
     assert after[0]["position"] == before[0]["position"]
     assert [f.problem for f in verify(directory)] == [""] * len(verify(directory))
-    assert load_record(directory).accuracy[:1] == record.accuracy  # a small record may fit where a checkpoint does not
+    assert load_record(directory).accuracy[:1] == record.accuracy  # a record may fit where a checkpoint does not
     assert not list(directory.glob(".*.*.*")), "nothing half-written takes up room"
     filler.unlink()
-    assert run_saved(tiny(), directory).history == left_alone(tiny()).record.history
+    assert run_saved(tiny(), directory).history == uninterrupted(tiny()).record.history
 
 
-def test_a_second_process_is_told_that_the_run_is_taken(tmp_path: Path) -> None:
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(UserError, match="another process is working on it"):
         run_saved(tiny(), tmp_path)
-    assert run_saved(tiny(), tmp_path).status == "finished"  # the lock went with its holder
+    assert run_saved(tiny(), tmp_path).status == "finished"  # the lock was released
 
 
 def test_a_diverged_run_says_where_and_stops_within_the_epoch(tmp_path: Path) -> None:
@@ -242,13 +242,13 @@ def test_a_diverged_run_says_where_and_stops_within_the_epoch(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("pause", [0, 12])
-def test_the_step_at_which_a_run_diverged_is_told_also_if_it_was_interrupted(
+def test_the_message_of_a_diverged_run_names_the_step_also_after_a_resume(
     pause: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny(data__name="synthetic:6x32x5x8", train__epochs=4)  # 8 steps an epoch in the first task
+    config = tiny(data__name="synthetic:6x32x5x8", train__epochs=4)  # 8 steps per epoch in the first task
     if pause:
         asked = iter(range(10**6))
-        # The end of an epoch is asked about as well as each step.
+        # stop is called after each step and at the end of each epoch.
         assert run_saved(config, tmp_path, stop=lambda: next(asked) >= pause).status == "interrupted"
     real, done = Step.losses, iter(range(pause, 10**6))
 
@@ -263,7 +263,7 @@ def test_the_step_at_which_a_run_diverged_is_told_also_if_it_was_interrupted(
     assert "largest gradient in backbone." in record.message and "(nan)" in record.message
 
 
-def test_the_other_runs_of_a_sweep_go_on_when_one_diverges(
+def test_other_runs_of_a_sweep_continue_when_one_diverges(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Step.losses
@@ -282,7 +282,7 @@ def test_the_other_runs_of_a_sweep_go_on_when_one_diverges(
 
 def test_saving_does_not_change_a_run(tmp_path: Path) -> None:
     often = run_saved(tiny(), tmp_path, every=0.0)
-    assert often.history == left_alone(tiny()).record.history
+    assert often.history == uninterrupted(tiny()).record.history
 
 
 def test_a_fresh_run_starts_at_the_beginning() -> None:

@@ -1,4 +1,4 @@
-"""What a recipe and the command line say about a sweep: names with options, seeds, the ``[sweep]`` table."""
+"""Recipes: names with options, seeds, the ``[sweep]`` table."""
 
 from __future__ import annotations
 

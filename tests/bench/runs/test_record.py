@@ -1,4 +1,4 @@
-"""Records on disk: whole or absent, read back as they were, refused in one line where they are not records."""
+"""Records on disk: read back equal, or refused in one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_record_saved_is_read_back_equal(tmp_path: Path) -> None:
     assert load_record(tmp_path).run_config == record.run_config
 
 
-def test_the_config_beside_the_record_is_the_same(tmp_path: Path) -> None:
+def test_the_config_file_equals_the_config_of_the_record(tmp_path: Path) -> None:
     record = made()
     save_record(record, tmp_path)
     assert resolve(("file", read_toml(tmp_path / "config.toml"))) == record.run_config
@@ -60,7 +60,7 @@ def test_before_the_first_task_there_are_no_metrics() -> None:
     assert record.metrics == {} and json.loads(record.to_json())["metrics"] == {}
 
 
-def test_an_interrupted_save_leaves_the_record_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_the_previous_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = made()
     save_record(record, tmp_path)
     record.status = "finished"
@@ -104,7 +104,7 @@ def test_what_is_not_a_record_is_refused_in_one_line(tmp_path: Path) -> None:
             load_record(tmp_path)
 
 
-def test_a_folder_without_a_record_says_where_runs_are(tmp_path: Path) -> None:
+def test_a_folder_without_a_record_names_the_runs_inside(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no run here; the folder of a run holds a record\.json\."):
         load_record(tmp_path)
     with pytest.raises(UserError, match=r"no run here"):

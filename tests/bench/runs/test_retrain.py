@@ -1,4 +1,4 @@
-"""A task trained again from the state at its start gives what the run gave, bit for bit; where it does not, that is said."""
+"""Retraining a task gives the same result bit for bit, or says how it differs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def problems(directory: Path, task: int, **options: Any) -> dict[str, str]:
     ],
     ids=lambda s: s.get("method__name", "-".join(s) or "ft"),
 )
-def test_every_task_trained_again_is_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_every_retrained_task_is_identical(settings: dict[str, Any], tmp_path: Path) -> None:
     run_saved(tiny(**{"norm__name": "tbbn", **settings}), tmp_path)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     for task in range(3):
@@ -54,7 +54,7 @@ def test_every_task_trained_again_is_the_same(settings: dict[str, Any], tmp_path
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before  # nothing was written
 
 
-def test_the_state_kept_is_that_of_a_run_which_stops_there(tmp_path: Path) -> None:
+def test_the_state_at_a_tasks_start_is_that_of_a_run_stopped_there(tmp_path: Path) -> None:
     config = tiny(method__name="lucir")
     run_saved(config, tmp_path)
     found, tensors = checkpoint.read(tmp_path / "task-3.safetensors")
@@ -69,11 +69,11 @@ def test_the_state_kept_is_that_of_a_run_which_stops_there(tmp_path: Path) -> No
     assert job.record.weights == stopped.record.weights and len(set(job.record.weights)) == 2
 
 
-def test_another_training_is_found_and_how_far_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_training_is_found_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_saved(tiny(), tmp_path)
     real = PhaseSettings.lr_at
     monkeypatch.setattr(PhaseSettings, "lr_at", lambda self, epoch: real(self, epoch) * (1 + 1e-3 * epoch))
-    for task in (0, 1, 2):  # of the last one the newest checkpoint has the weights
+    for task in (0, 1, 2):  # the weights after the last one are in the newest checkpoint
         found = problems(tmp_path, task)
         said = found[f"weights after task {task + 1}, retrained"]
         assert said.startswith("they differ by up to ")
@@ -84,7 +84,7 @@ def test_another_training_is_found_and_how_far_it_goes(tmp_path: Path, monkeypat
     assert problems(tmp_path, 1)["weights after task 2, retrained"].startswith("they differ; ")
 
 
-def test_other_accuracies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_accuracies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = run_saved(tiny(), tmp_path)
     real = PhaseSettings.lr_at
     monkeypatch.setattr(PhaseSettings, "lr_at", lambda self, epoch: real(self, epoch) * 1e-6)
@@ -92,7 +92,7 @@ def test_other_accuracies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert f": the record says {record.accuracy[0]}, retrained: [" in apart
 
 
-def test_an_unlike_environment_is_named_as_what_may_explain_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_environment_is_named_as_the_likely_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_saved(tiny(), tmp_path)
     record = load_record(tmp_path)
     record.environment |= {"torch": "2.0", "device": "cuda"}
@@ -105,17 +105,17 @@ def test_an_unlike_environment_is_named_as_what_may_explain_it(tmp_path: Path, m
     record.resumed = [{"torch": "2.0"}]
     save_record(record, tmp_path)
     assert "resumed in another environment" in problems(tmp_path, 0)["weights after task 1, retrained"]
-    # The file at task 2's start is no longer what the record says task 1 ended with.
+    # The file of task 2 no longer matches the record's weights after task 1.
     assert problems(tmp_path, 1)["task-2.safetensors"] == "its weights differ from the record's after task 1."
 
 
-def test_a_training_that_diverges_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retraining_that_diverges_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_saved(tiny(), tmp_path)
     monkeypatch.setattr(PhaseSettings, "lr_at", lambda *_: 1e30)
     assert problems(tmp_path, 1)["task 2, retrained"].startswith("diverged: the loss or a weight is not finite")
 
 
-def test_tasks_are_kept_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_files_are_copied_where_hard_links_are_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -128,7 +128,7 @@ def test_tasks_are_kept_where_there_are_no_links(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("kept", "limit", "files"), [("none", 2**30, 0), ("small", 2**30, 2), ("small", 100, 0), ("all", 100, 2)]
 )
-def test_which_tasks_are_kept(
+def test_which_networks_keep_task_files(
     kept: str, limit: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "SMALL", limit)
@@ -136,7 +136,9 @@ def test_which_tasks_are_kept(
     assert len(list(tmp_path.glob("task-*"))) == files
 
 
-def test_without_the_file_the_way_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_task_file_the_error_names_the_alternatives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_saved(tiny(save__tasks="none"), tmp_path)
     words = ["verify", str(tmp_path), "--retrain-task"]
     assert main([*words, "3"]) == 2
@@ -152,7 +154,7 @@ def test_without_the_file_the_way_is_told(tmp_path: Path, capsys: pytest.Capture
     assert {f"weights after task {t}, retrained" for t in (1, 2, 3)} <= retrained
 
 
-def test_mistakes_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_retraining_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_saved(tiny(data__stop_after=2), tmp_path / "a")
     run_saved(tiny(data__stop_after=2, seed=1), tmp_path / "b")
     for task in (0, 3):
@@ -165,7 +167,7 @@ def test_mistakes_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         retrain(tmp_path / "a", 1)
 
 
-def test_a_record_that_is_wrong_is_not_retrained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_is_not_retrained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_saved(tiny(), tmp_path)
     file = tmp_path / "config.toml"
     file.write_text(file.read_text() + "\n")
@@ -174,7 +176,7 @@ def test_a_record_that_is_wrong_is_not_retrained(tmp_path: Path, capsys: pytest.
     assert "config.toml: damaged" in said.out and "retrained" not in said.out
 
 
-def test_a_run_continued_elsewhere_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumed_in_another_environment_records_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = iter(range(10**6))
     run_saved(tiny(), tmp_path, stop=lambda: next(asked) > 5)
     assert load_record(tmp_path).resumed == []

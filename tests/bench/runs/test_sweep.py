@@ -1,4 +1,4 @@
-"""Several runs from one description: names, seeds, folders, what is skipped, refused, overwritten or fails."""
+"""Sweeps: folders, recipes, and runs that are skipped, refused, overwritten or fail."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def test_every_combination_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert last.directory.name == "eeil_kd=2_-gn_groups=8_-4"
 
 
-def test_one_run_alone_has_the_folder_itself(tmp_path: Path) -> None:
+def test_a_single_run_uses_the_folder_itself(tmp_path: Path) -> None:
     (run,) = pending(tmp_path / "one")
     assert run.directory == tmp_path / "one"
 
 
-def test_a_wrong_combination_is_found_before_any_run(tmp_path: Path) -> None:
+def test_a_wrong_combination_is_found_before_any_run_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gn: groups=7 does not divide"):
         pending(tmp_path, norms=("bn", "gn(groups=7)"))
     assert not any(tmp_path.iterdir())
 
 
-def test_events_and_ends_are_told_for_each_run_in_order(tmp_path: Path) -> None:
+def test_callbacks_are_called_for_each_run_in_order(tmp_path: Path) -> None:
     said: list[tuple[str, int]] = []
     made = pending(tmp_path, seeds=(0, 1))
     records = run_all(
@@ -77,7 +77,7 @@ def test_events_and_ends_are_told_for_each_run_in_order(tmp_path: Path) -> None:
         assert load_record(run.directory).accuracy == record.accuracy
 
 
-def test_what_is_finished_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_runs_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run_all(pending(tmp_path, seeds=(0, 1)))
     before = contents(tmp_path)
     monkeypatch.setattr(sweep, "run_saved", lambda *_, **__: pytest.fail("ran again"))
@@ -87,7 +87,7 @@ def test_what_is_finished_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
     assert ended == [0, 1] and contents(tmp_path) == before
 
 
-def test_an_unfinished_run_is_run_to_its_end(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
     (run,) = pending(tmp_path / "run")
     (whole,) = run_all([run])
 
@@ -107,7 +107,7 @@ def test_an_unfinished_run_is_run_to_its_end(tmp_path: Path) -> None:
     assert record.status == "finished" and record.accuracy == whole.accuracy
 
 
-def test_a_folder_with_another_config_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_with_another_config_is_refused_and_unchanged(tmp_path: Path) -> None:
     run_all(pending(tmp_path / "run"))
     before = contents(tmp_path)
     with pytest.raises(
@@ -117,7 +117,7 @@ def test_a_folder_with_another_config_is_refused_and_left_as_it_is(tmp_path: Pat
     assert contents(tmp_path) == before
 
 
-def test_overwriting_begins_anew_and_keeps_what_is_not_the_runs(tmp_path: Path) -> None:
+def test_overwrite_starts_again_and_keeps_foreign_files(tmp_path: Path) -> None:
     (run,) = pending(tmp_path / "run")
     run_all([run])
     (run.directory / "notes.txt").write_text("mine")
@@ -133,7 +133,7 @@ def test_overwriting_begins_anew_and_keeps_what_is_not_the_runs(tmp_path: Path) 
     assert sum(isinstance(event, Stepped) for event in events) > 0
 
 
-def test_a_failing_run_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_run_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = sweep.run_saved
 
     def failing(config: Any, directory: Path, **options: Any) -> Record:
@@ -146,11 +146,11 @@ def test_a_failing_run_stops_no_other(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [r.status for r in records] == ["finished", "failed", "finished"]
     assert records[1].message == "RuntimeError: out of luck"
     assert load_record(tmp_path / "ft-bn-1").status == "failed"
-    with pytest.raises(RuntimeError, match="out of luck"):  # alone, it is a traceback
+    with pytest.raises(RuntimeError, match="out of luck"):  # a single run raises
         run_all(pending(tmp_path / "alone", seed=1))
 
 
-def test_what_the_user_has_to_mend_ends_the_sweep(tmp_path: Path) -> None:
+def test_a_user_error_ends_the_sweep(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"4 classes do not split into 3 equal tasks"):
         run_all(pending(tmp_path, seeds=(0, 1), data__tasks=3))
 
@@ -167,7 +167,7 @@ def test_the_recipe_of_a_sweep_gives_the_same_runs(tmp_path: Path) -> None:
     assert runs_of_sweeps(tmp_path) == expand(layers, axes, tmp_path)
 
 
-def test_the_recipe_of_a_sweep_keeps_apart_the_options_of_one_norm_and_those_of_all(tmp_path: Path) -> None:
+def test_a_sweeps_recipe_separates_options_of_one_norm_from_those_of_all(tmp_path: Path) -> None:
     axes = Axes(methods=("eeil", "ft"), norms=("cn", "gn", "cn(groups=4)"))
     file = {
         **TINY,
