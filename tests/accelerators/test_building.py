@@ -1,5 +1,8 @@
 """Building the C kernel: with the package, whole or not at all, and never an obstacle where it fails."""
 
+import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,15 +12,8 @@ import pytest
 
 from tbbn.accelerators.native import building
 
-
-def has_compiler():
-    try:
-        return bool(building._compiler())
-    except building.CannotBuild:
-        return False
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C compiler")
+COMPILER = shlex.split(os.environ.get("CC", "")) or [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C compiler")
 
 
 @pytest.fixture
@@ -96,12 +92,14 @@ def test_several_may_build_at_once(sources):
 @needs_compiler
 @pytest.mark.parametrize("level", building.LEVELS)
 def test_sources_compile_without_a_warning(level):
-    if level != "baseline" and not building._run([*building._compiler(), "-dumpmachine"]).startswith("x86_64"):
+    if level != "baseline" and platform.machine() != "x86_64":
         pytest.skip("an x86-64 level")
     strict = ["-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-DLEVEL={level}", '-DTBBN_SOURCES=""']
     for name in ("kernel.c", "dispatch.c"):
         flags = [*building.FLAGS, *building.LEVELS[level], *strict]
-        building._run([*building._compiler(), *flags, str(building.FOLDER / name)])
+        command = [*COMPILER, *flags, str(building.FOLDER / name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 def test_no_flag_ties_the_library_to_this_machine_or_to_a_second_openmp():

@@ -322,7 +322,7 @@ def check(net: ResNet | SmallNet, plain: Any, images: Tensor, balanced: bool) ->
 
 
 NETWORKS = {
-    "two parts": ((32, 16), 2, (1,), False, [2] * 3),
+    "two parts": pytest.param((32, 16), 2, (1,), False, [2] * 3, marks=pytest.mark.nightly),
     "one part, balanced": ((16, 16), 4, (2,), True, [1] * 5),
     "no parts, two stages": ((5, 6), 4, (1, 1), False, [None] * 6),
 }

@@ -88,16 +88,21 @@ def check(compiled: list[tuple[str, bytes]], names: set[str], folder: Path) -> N
 LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
 
 
+def nightly(*case: Any) -> Any:
+    """Compiling takes seconds: by default one case with whole tiles and one with split ones per kernel, for an H100."""
+    return pytest.param(*case, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "memory_format"),
     [
         ((64, 16, 32, 32), torch.bfloat16, LAST),
-        ((64, 64, 8, 8), torch.float16, LAST),
-        ((64, 64, 56, 56), torch.float32, LAST),
+        nightly((64, 64, 8, 8), torch.float16, LAST),
+        nightly((64, 64, 56, 56), torch.float32, LAST),
         ((64, 512, 7, 7), torch.float32, CONTIGUOUS),
-        ((64, 768, 7, 7), torch.bfloat16, LAST),
-        ((1000, 16, 8, 8), torch.float32, LAST),
-        ((512, 2048, 7, 7), torch.bfloat16, LAST),
+        nightly((64, 768, 7, 7), torch.bfloat16, LAST),
+        nightly((1000, 16, 8, 8), torch.float32, LAST),
+        nightly((512, 2048, 7, 7), torch.bfloat16, LAST),
     ],
     ids=str,
 )
@@ -137,7 +142,7 @@ def test_a_thread_has_whole_runs_of_pixels(compiled, monkeypatch):
     assert exchanges[0] < 100
 
 
-@pytest.mark.parametrize("past_tasks", [0, 1, 4, 9])
+@pytest.mark.parametrize("past_tasks", [nightly(0), nightly(1), nightly(4), 9])
 def test_plans_of_any_number_of_groups_compile(compiled, past_tasks, tmp_path):
     """With moments of parts of rows, as a convolution returns them."""
     from tbbn.accelerators.triton import norm_launch
@@ -152,10 +157,16 @@ def test_plans_of_any_number_of_groups_compile(compiled, past_tasks, tmp_path):
     check(compiled, {"plan_forward", "affine", "row_sums", "plan_backward", "affine_backward"}, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, nightly(torch.float32)], ids=str)
 @pytest.mark.parametrize(
     ("n_in", "n_out", "side", "size", "stride"),
-    [(3, 16, 32, 3, 1), (16, 16, 32, 3, 1), (16, 32, 32, 1, 2), (32, 64, 16, 3, 2), (64, 64, 8, 3, 1)],
+    [
+        nightly(3, 16, 32, 3, 1),
+        (16, 16, 32, 3, 1),  # three taps at a time
+        nightly(16, 32, 32, 1, 2),
+        (32, 64, 16, 3, 2),  # one tap at a time
+        nightly(64, 64, 8, 3, 1),
+    ],
 )
 def test_the_convolutions_kernels_compile(compiled, n_in, n_out, side, size, stride, dtype, tmp_path):
     from tbbn.accelerators.triton import conv as conv_launch
@@ -177,6 +188,7 @@ def test_the_convolutions_kernels_compile(compiled, n_in, n_out, side, size, str
     check(compiled, {"convolve", "weight_sums", "fold"}, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiled", [80], indirect=True, ids=["A100"])
 def test_the_kernels_compile_for_an_older_gpu(compiled, tmp_path):
     test_the_convolutions_kernels_compile(compiled, 32, 32, 16, 3, 1, torch.bfloat16, tmp_path)

@@ -209,7 +209,7 @@ def loaded():
 def threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
-assert native._status is None, "import tbbn loaded something"
+assert "libtbbn" not in Path("/proc/self/maps").read_text(), "import tbbn loaded the kernel"
 torch.set_num_threads(2)
 x = torch.randn(64, 16, 32, 32)
 x.mul(x)

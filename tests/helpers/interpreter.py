@@ -29,10 +29,23 @@ on_device = pytest.mark.parametrize(
 here = pytest.mark.skipif(INTERPRETED, reason="not for the process that interprets")
 
 
-def interpret(file: str) -> None:
-    """Run a test file on the interpreter, in a process of its own, and fail as it fails."""
+def interpret(file: str, marked: str = "not nightly") -> None:
+    """Run a test file on the interpreter, in a process of its own, and fail if it fails. ``marked`` selects as pytest's -m."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", file, "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        file,
+        "-m",
+        marked,
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
         command, env={**env, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300, check=False

@@ -12,7 +12,6 @@ from tbbn.plugins import temporary
 from tbbn.registry import NORMS
 
 DOCS = Path(__file__).parents[2] / "docs"
-SHARED = {"eps", "momentum", "affine", "track_running_stats", "device", "dtype", "bias"}  # with batch norm
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,6 @@ def test_every_norm_and_option_is_in_the_table():
     lines = (DOCS / "norms.md").read_text().splitlines()
     table = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
     assert table.keys() == set(NORMS)
-    module = importlib.import_module("tbbn.nn.convert")
     for norm, line in table.items():
-        for option in module._accepted(module._classes(norm)[-1]) - SHARED:
+        for option in NORMS.options(norm).keys() - NORMS.options("bn").keys():
             assert f"`{option}`" in line, f"{norm}: {option}"
