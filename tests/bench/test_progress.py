@@ -12,7 +12,7 @@ from tbbn.bench.config import resolve
 from tbbn.bench.engine import EpochEnded, Stepped, TaskEnded
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.record import Record, new_record
-from tbbn.bench.progress import RunBars, RunLines, RunProgress, run_progress
+from tbbn.bench.progress import RunBars, RunLines, RunProgress, counter, run_progress
 from tbbn.bench.runs.pending import PendingRun
 
 
@@ -130,3 +130,38 @@ def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(run_progress([pending()], quiet=False), RunBars)
     monkeypatch.setitem(sys.modules, "rich.progress", None)  # rich is not installed
     assert isinstance(run_progress([pending()], quiet=False), RunLines)
+
+
+def test_a_counter_prints_a_line_every_ten_seconds_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = [0.0]
+    with counter("packing", "images", clock=lambda: clock[0]) as count:
+        assert count is not None
+        for second, done in enumerate((40, 41, 44, 50, 60, 70), 1):  # 40 were done before
+            clock[0] = 4.0 * second
+            count(done, 70)
+    assert capsys.readouterr().err.splitlines() == [
+        "packing: 44 of 70 images, 0 per second",
+        "packing: 70 of 70 images, 1 per second",
+    ]
+
+
+def test_a_counter_with_nothing_to_do_or_to_say_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with counter("packing", "images") as count:
+        assert count is not None
+        count(70, 70)  # all of it was done before
+    with counter("packing", "images", quiet=True) as count:
+        assert count is None
+    said = capsys.readouterr()
+    assert not said.err and not said.out
+
+
+@pytest.mark.parametrize(("unit", "shown"), [("images", "3/4"), ("bytes", "3/4 bytes")])
+def test_a_counter_is_a_bar_in_a_terminal(unit: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with counter("checking", unit) as count:
+        assert count is not None
+        count(3, 4)
+    assert "checking" in stream.getvalue() and shown in stream.getvalue()

@@ -197,7 +197,9 @@ Counter = Callable[[int, int], None]  # called with what is done and with all th
 
 
 @contextmanager
-def counter(name: str, unit: str, *, quiet: bool = False) -> Iterator[Counter | None]:
+def counter(
+    name: str, unit: str, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Counter | None]:
     """Show the progress of one long operation: a bar in a terminal, a line every ten seconds elsewhere."""
     if quiet:
         yield None
@@ -208,20 +210,20 @@ def counter(name: str, unit: str, *, quiet: bool = False) -> Iterator[Counter | 
             bar = bars.add_task(f"{name}: listing files", total=None)
             yield lambda done, total: bars.update(bar, description=name, completed=done, total=total)
     else:
-        yield _counter_lines(name, unit)
+        yield _counter_lines(name, unit, clock)
 
 
-def _counter_lines(name: str, unit: str, every: float = 10.0) -> Counter:
-    last_time = start = time.monotonic()
+def _counter_lines(name: str, unit: str, clock: Callable[[], float], every: float = 10.0) -> Counter:
+    last_time = start = clock()
     first = last = -1  # what was done before this call does not count for the rate
 
     def count(done: int, total: int) -> None:
         nonlocal last_time, first, last
-        now = time.monotonic()
+        now = clock()
         first = done if first < 0 else first
         if done > max(first, last) and (now - last_time >= every or done == total):
             last_time, last = now, done
-            rate = (done - first) / (now - start)
+            rate = (done - first) / max(now - start, 1e-9)
             print(f"{name}: {done} of {total} {unit}, {rate:.0f} per second", file=sys.stderr, flush=True)
 
     return count

@@ -65,6 +65,7 @@ def place_on_device(
 
     `stream` is "yes", "no" or "auto": stream packed images that would take more than half of the free memory.
     """
+    assert stream in STREAMING
     if isinstance(images, Tensor):
         if stream == "yes":
             raise UserError("data.stream = 'yes' needs a packed data set: see tbbn data pack --help, or use 'auto'")
