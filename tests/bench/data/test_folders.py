@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tbbn.bench.data.loading import load
-from tbbn.bench.data.packed.index import check_packed
+from tbbn.bench.data.packed.index import PackedImages, check_packed
 from tbbn.bench.data.sources import folders
 from tbbn.bench.data.types import Source
 from tbbn.bench.files import locked
@@ -251,7 +251,8 @@ def test_a_cache_is_read_where_nothing_may_be_written(tmp_path: Path, monkeypatc
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tbbn.bench.data.packed.writer.locked", refused)
-    assert all(map(torch.equal, tensors(load("imagenet100", tmp_path, size=6)), expected))
+    again = load("imagenet100", tmp_path, size=6)
+    assert isinstance(again.train.images, PackedImages) and all(map(torch.equal, tensors(again), expected))
     save(root / "train/ant/1.png", picture(50))  # the cache is out of date and cannot be replaced
     source = load("imagenet100", tmp_path, size=6)
     assert isinstance(source.train.images, torch.Tensor) and torch.equal(source.train.images[3], chw(picture(50)))
