@@ -1,7 +1,7 @@
-"""How kernels are tested: on the CPU through Triton's interpreter, and on a GPU.
+"""Kernels are tested on the CPU with Triton's interpreter, and on a GPU.
 
-Triton decides at import whether it interprets, and by then another test module may have imported it: a file with kernels to
-test runs itself once more in a process of its own, which is what :func:`interpret` does.
+Triton decides at import whether it interprets, and another test module may have imported it before. So a file with kernel
+tests runs itself again in a process of its own: :func:`interpret`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from tbbn.accelerators.triton import TRITON
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Whether kernels run in this process; where they do not, a test file must not import them.
+# Whether kernels can run in this process. If not, a test file must not import them.
 RUNNING = TRITON and (INTERPRETED or torch.cuda.is_available())
 
 needs_gpu = pytest.mark.skipif(not (TRITON and torch.cuda.is_available()), reason="needs a CUDA device and Triton")
 on_device = pytest.mark.parametrize(
     "device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 )
-here = pytest.mark.skipif(INTERPRETED, reason="not for the process that interprets")
+here = pytest.mark.skipif(INTERPRETED, reason="not for the interpreting process")
 
 
 def interpret(file: str, marked: str = "not nightly") -> None:
@@ -54,15 +54,15 @@ def interpret(file: str, marked: str = "not nightly") -> None:
 
 
 def tf32(allowed: bool) -> AbstractContextManager[None]:
-    """Whether convolutions of float32 may be tf32's, inside; torch may have locked the flag itself by now."""
+    """Allow or forbid tf32 for float32 convolutions inside the block. torch may have locked the flag itself."""
     return torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed)
 
 
 def equals_itself_captured(work: Callable[[], Sequence[Tensor]]) -> bool:
-    """Whether what is captured as a CUDA graph and replayed gives the bits of the eager call."""
+    """Whether ``work``, captured as a CUDA graph and replayed, gives the bits of the eager call."""
 
     def values() -> list[Tensor]:
-        return [t.detach() for t in work()]  # a graph of autograd that lived on would tie the capture to its stream
+        return [t.detach() for t in work()]  # a live autograd graph would tie the capture to its stream
 
     eager = values()
     side = torch.cuda.Stream()
@@ -80,7 +80,7 @@ def equals_itself_captured(work: Callable[[], Sequence[Tensor]]) -> bool:
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """The distance of ``a`` from ``b``, relative to the length of ``b``."""
+    """The norm of ``a - b``, relative to that of ``b``."""
     assert a.shape == b.shape
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm())
