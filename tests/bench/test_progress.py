@@ -132,6 +132,15 @@ def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(run_progress([pending()], quiet=False), RunLines)
 
 
+def test_a_notebook_has_bars_if_rich_can_draw_them_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tbbn.bench.progress.find_spec", lambda name: object())  # ipywidgets is installed
+    assert isinstance(run_progress([pending()], quiet=False), RunLines)
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert isinstance(run_progress([pending()], quiet=False), RunBars)
+    monkeypatch.setattr("tbbn.bench.progress.find_spec", lambda name: None)
+    assert isinstance(run_progress([pending()], quiet=False), RunLines)
+
+
 def test_a_counter_prints_a_line_every_ten_seconds_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     with counter("packing", "images", clock=lambda: clock[0]) as count:

@@ -59,8 +59,8 @@ def run(
     Args:
         method, norm: a name, with options as ``"cn(groups=8)"`` or ``{"name": "cn", "groups": 8}``; or a list of names.
         data: a name (``tbbn list datasets``), arrays ``(images, labels)`` or ``((images, labels), (images, labels))`` for
-            training and test, a torch Dataset or a pair of them. Of data without a test part, every fifth image of each class
-            is for test. Images are uint8, or floats in [0, 1].
+            training and test, a torch Dataset or a pair of them. Without a test part, every fifth image of each class is held
+            out for testing. Images are uint8, or floats in [0, 1].
         backbone: a name (``tbbn list backbones``), or a function that returns a module which maps images to features (N, D).
             The function may take ``in_channels``, ``last_relu`` and ``image_size``.
         seeds: a number of seeds, or the seeds.
