@@ -58,6 +58,10 @@ def write_set(root: Path, n_train: int = 3, side: int = 6) -> Path:
         ("--norm.momentum x", r"norm bn\(momentum=x\): momentum must be a number from 0 to 1, got 'x'\."),
         ("--norm gn(groups=0)", r"gn: groups=0 does not divide 32 channels"),
         ("--norm adab2n(max_tasks=1)", r"norm adab2n\(max_tasks=1\): max_tasks must be at least the 2 tasks, got 1\."),
+        (
+            "--method bic --data.validation 0.99",
+            r"holds out an image of each class, which leaves task 2 without training",
+        ),
         ("--norm bn,bn", r"2 runs have the same folder .*ft-bn-0; name each method, norm and seed once\."),
         ("--data synthetic:99999x99999x9x999", r"synthetic: .* bytes of images; the limit is 4294967296"),
     ],

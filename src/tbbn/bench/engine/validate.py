@@ -109,8 +109,14 @@ def check_data(config: RunConfig, method: Method, memory: ExemplarMemory, scenar
     """Raise if the data does not have what the config needs: test images, validation images, exemplars."""
     if BACKBONES.entry(config.backbone).origin != BUILT_IN:
         _check_network(config, method, image_shape(config, source))
+    holds_out = method.holdout() and method.uses_memory and memory.budget
     for task in scenario.tasks:
         evaluated_rows(config, task)
+        if holds_out and task.number and len(task.train) <= len(task.classes):
+            raise UserError(
+                f"method {config.method}: holds out an image of each class, which leaves task {task.number + 1} without "
+                f"training images (it has {len(task.train)} images of {len(task.classes)} classes); lower data.validation."
+            )
         if config.train.keep == "best" and not len(task.validation):
             raise UserError(
                 f"train.keep = 'best': no validation images are left in task {task.number + 1}; raise data.validation "
