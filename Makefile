@@ -26,7 +26,8 @@ types: $(READY)
 unit: native
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu and not nightly"
 
-# Thousands of drawn configs, run files, data files and folder trees, new ones each time.
+# What `make test` leaves out: every method with every norm in every scenario, GPU code for more shapes and older GPUs, and
+# thousands of random configs, run files, data files and folder trees, new ones each time.
 nightly: native
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m nightly
 

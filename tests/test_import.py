@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "src" / "tbbn"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "src" / "tbbn"
 
 NEW_MODULES = """
 import sys
@@ -87,6 +88,19 @@ def test_the_layer_reaches_the_accelerators_by_one_lazy_import():
         line for line in (PACKAGE / "nn/functional.py").read_text().splitlines() if "from tbbn.accelerators" in line
     ]
     assert [line.startswith("    ") for line in found] == [True, True]  # for type checkers, and inside a function
+
+
+def test_every_room_has_a_test_folder_of_the_same_name():
+    rooms = [path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("__init__.py")]
+    rooms = [room for room in rooms if len(room.parts) == 1 or (len(room.parts) == 2 and room.parts[0] == "bench")]
+    assert Path("nn") in rooms and Path("bench/engine") in rooms
+    assert not [str(room) for room in rooms if not list((TESTS / room).glob("test_*.py"))]
+
+
+def test_benchmarks_do_not_import_tests():
+    helpers = {path.stem for path in TESTS.rglob("*.py")} | {"tests", "conftest"}
+    for path in sorted((TESTS.parent / "benchmarks").glob("*.py")):
+        assert not {name.partition(".")[0] for name in imported(path)} & helpers, path
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -183,7 +183,7 @@ def test_levels_agree(monkeypatch, levels, channels, size, last):
     plan = Layout(48, 16, 6).plan(PlanOptions(), torch.device("cpu"), torch.float32)
     results = {}
     for level, library in levels.items():
-        monkeypatch.setattr(native, "_kernels", library)
+        monkeypatch.setattr(native, "_kernels", library)  # private: a process loads one library, and here are several
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
         running = torch.zeros(channels), torch.ones(channels)
         y = task_balanced_batch_norm(leaves[0], *running, *leaves[1:], plan)

@@ -17,6 +17,7 @@ from plugin import CODE, WORDS, install
 
 from tbbn.bench.cli.main import main
 from tbbn.bench.config import read_toml
+from tbbn.bench.methods.base import TaskContext
 from tbbn.plugins import temporary
 
 KINDS = {"methods": "tempered", "norms": "rms", "datasets": "stripes", "backbones": "tiny", "augmentations": "dim"}
@@ -107,19 +108,15 @@ def temporary_absence(site: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def interrupted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run as far as the first task's end."""
-    from tbbn.bench.engine.loop import Run
+    """Run until the second task begins."""
+    from tbbn.bench.methods import Method
 
-    real, seen = Run._learn, []
-
-    def learn(self: Any, task: Any) -> Any:
-        if seen:
+    def before_task(self: Method, context: TaskContext) -> None:
+        if context.number:
             raise KeyboardInterrupt
-        seen.append(task)
-        yield from real(self, task)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_learn", learn)
+        patch.setattr(Method, "before_task", before_task)
         assert main(words) == 130
 
 

@@ -1,4 +1,4 @@
-"""A config that cannot run is refused in one line before anything is done; the recipes of the package can run."""
+"""A config that cannot run is refused in one line before anything is done."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tbbn.bench.config import read_toml, resolve
+from tbbn.bench.config import resolve
 from tbbn.bench.engine.validate import check
 from tbbn.errors import UserError
 
@@ -70,19 +70,3 @@ def test_what_cannot_run_is_one_line_before_anything_is_done(layer: dict[str, An
     with pytest.raises(UserError, match=line) as caught:
         check(resolve(("here", layer)))
     assert "\n" not in str(caught.value)
-
-
-def test_the_recipes_of_the_package_can_run() -> None:
-    from tbbn.bench.runs.recipe import parse_choice
-    from tbbn.paper import describe, recipes
-
-    assert "demo" in recipes()
-    for path in recipes().values():
-        values = read_toml(path)
-        sweep = {key: values.pop(key) for key in list(values) if key.startswith("sweep.")}
-        assert describe(path)
-        for method in sweep.get("sweep.methods", ["ft"]):
-            for norm in sweep.get("sweep.norms", ["bn"]):
-                check(
-                    resolve((str(path), values), ("axes", parse_choice("method", method) | parse_choice("norm", norm)))
-                )
