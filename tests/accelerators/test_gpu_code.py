@@ -116,8 +116,8 @@ def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_pa
     counted = torch.zeros((), dtype=torch.int64)
     running = norm_launch.Running(mean, var, plan.running, plan.running, 0.1, counted, False)
     given = (weight, bias, plan.gather, plan.scatter)
-    y, means, variances = norm_launch.forward(x, *given, 1e-5, running, relu=True, residual=x)
-    norm_launch.backward(x, x, *given, means, variances, 1e-5, y, residual=True)
+    y, stats = norm_launch.forward(x, *given, 1e-5, running, relu=True, residual=x)
+    norm_launch.backward(x, x, *given, stats, 1e-5, y, residual=True)
     norm_launch.eval_forward(x, mean, var, weight, bias, 1e-5, True, x)
     whole = {"whole_forward", "whole_backward", "eval_affine"}
     split = {"moments", "plan_forward", "affine", "row_sums", "plan_backward", "affine_backward", "eval_affine"}
@@ -152,8 +152,8 @@ def test_plans_of_any_number_of_groups_compile(compiled, past_tasks, tmp_path):
     plan = plan or whole_batch(64, torch.device("cpu"))
     x, (weight, bias) = torch.zeros(64, 16, 32, 32, dtype=torch.bfloat16).to(memory_format=LAST), torch.zeros(2, 16)
     given = (weight, bias, plan.gather, plan.scatter)
-    y, mean, var = norm_launch.forward(x, *given, 1e-5, relu=True, moments=torch.zeros(2, 64, 4, 16))
-    norm_launch.backward(x, x, *given, mean, var, 1e-5, y)
+    y, stats = norm_launch.forward(x, *given, 1e-5, relu=True, moments=torch.zeros(2, 64, 4, 16))
+    norm_launch.backward(x, x, *given, stats, 1e-5, y)
     check(compiled, {"plan_forward", "affine", "row_sums", "plan_backward", "affine_backward"}, tmp_path)
 
 

@@ -74,8 +74,8 @@ def test_nothing_is_saved_that_batch_norm_would_not_save(device, relu):
 @on_device
 @pytest.mark.parametrize(("pixels", "inside"), [(4, False), (8, True), (256, True), (257, False)])
 def test_scratch_for_parts_reuses_a_small_output_that_is_large_enough(device, pixels, inside):
-    out, (first, second) = torch.empty(8, 2, pixels, device=device), torch.empty(2, 8, 2, device=device)
-    one, two = norm_launch.scratch(first, second, 4, out)
+    out, work = torch.empty(8, 2, pixels, device=device), torch.empty(2, 8, 2, device=device)
+    one, two = norm_launch.part_sums(work, norm_launch.scratch_for(work, 4, out), 4, out)
     assert one.shape == two.shape == (32, 2) and one.data_ptr() != two.data_ptr()
     assert (one.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()) is inside
 

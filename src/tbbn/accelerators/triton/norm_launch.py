@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tbbn.accelerators.triton import norm_backward, norm_forward
 from tbbn.accelerators.triton.launch import device_of, launch_options
+from tbbn.accelerators.triton.replay import Launches, launch
 
 # The most elements of a tile that holds a channel's whole batch. Above it, moments are a launch of their own.
 WHOLE_LIMIT = 16384
@@ -121,9 +122,11 @@ def _pixels(x: Tensor) -> int:
     return x.shape[2:].numel()
 
 
-def strides_of(x: Tensor) -> tuple[int, int, int] | None:
+@lru_cache(maxsize=4096)
+def _strides(shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int] | None:
     """Strides of row, pixel and channel; None if the tensor is neither contiguous nor channels_last."""
-    channels, pixels = x.shape[1], _pixels(x)
+    x = torch.empty(0, device="meta").as_strided(shape, stride)
+    channels, pixels = shape[1], _pixels(x)
     if x.is_contiguous():
         return (channels, 1, 1) if pixels == 1 else (channels * pixels, 1, pixels)
     if x.dim() > 2 and x.movedim(1, -1).is_contiguous():
@@ -132,10 +135,10 @@ def strides_of(x: Tensor) -> tuple[int, int, int] | None:
 
 
 def _dense(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    strides = strides_of(x)
+    strides = _strides(x.shape, x.stride())
     if strides is None:
         x = x.contiguous()
-        strides = strides_of(x)
+        strides = _strides(x.shape, x.stride())
         assert strides is not None
     return x, strides
 
@@ -152,55 +155,77 @@ def _vector(parameter: Tensor | None, other: Tensor) -> Tensor:
     return other if parameter is None else parameter.contiguous()
 
 
-def gradient_of(parameter: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if parameter is None else like.new_empty(parameter.shape, dtype=parameter.dtype)
-
-
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor, eps: float,
     running: Running | None = None, relu: bool = False, residual: Tensor | None = None, moments: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, group means and group variances. ``moments`` (2, rows, parts, channels) of the rows are used if known."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output, and means and variances (2, r, C) of the groups. ``moments`` (2, rows, parts, channels) are used if known."""
     x, strides = _dense(x)
     (rows, channels), pixels, groups = x.shape[:2], _pixels(x), gather.shape[0]
     tiles = tiles_for(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
-    y = torch.empty_like(x)
-    mean, var = gather.new_empty((groups, channels)), gather.new_empty((groups, channels))
-    *buffers, batches, total = (mean, var, mean, mean, 0.0, None, False) if running is None else running
-    added = x if residual is None else _strided_like(residual, x)
-    given = (_vector(weight, mean), _vector(bias, mean), gather, scatter, mean, var)
-    given = (*given, *buffers, mean if batches is None else batches, eps)
-    has = (weight is not None, bias is not None)
-    tracked = (running is not None, total, isinstance(buffers[4], Tensor), batches is not None)
-    after = (relu, residual is not None)
-    plan_strides = (*gather.stride(), *scatter.stride())
-    options = launch_options(x)
-    with device_of(x):
-        t = tiles.apply
+    y, stats = torch.empty_like(x), gather.new_empty((2, groups, channels))
+    work = scratch = None
+    parts = tiles.parts if moments is None else moments.shape[2]
+    if not tiles.whole:
+        work = gather.new_empty((2, rows, channels))
+        scratch = scratch_for(work, parts, y) if moments is None else None
+    if residual is not None:
+        residual = _strided_like(residual, x)
+    weight, bias = _contiguous(weight), _contiguous(bias)
+    on_device = running is not None and isinstance(running.momentum, Tensor)
+    key = (
+        "forward", x.shape, strides, x.dtype, x.device.index, tiles, parts, gather.stride(), scatter.stride(), eps, relu,
+        residual is None, moments is None, _type(weight), _type(bias), running is None
+        or (running.mean.dtype, on_device or running.momentum, running.batches is None, running.total),
+    )  # fmt: skip
+    bases = [x, y, residual, weight, bias, gather, scatter, stats, work, scratch, moments]
+    if running is not None:
+        bases += [running.mean, running.var, running.share, running.unbiased, running.batches]
+        if on_device:
+            bases.append(running.momentum)  # type: ignore[arg-type]
+
+    def record(launches: Launches) -> None:
+        mean, var = stats.unbind()
+        *buffers, batches, total = (mean, var, mean, mean, 0.0, None, False) if running is None else running
+        added = x if residual is None else residual
+        given = (mean if weight is None else weight, mean if bias is None else bias, gather, scatter, mean, var)
+        given = (*given, *buffers, mean if batches is None else batches, eps)
+        has = (weight is not None, bias is not None)
+        tracked = (running is not None, total, on_device, batches is not None)
+        after = (relu, residual is not None)
+        plan_strides = (*gather.stride(), *scatter.stride())
+        options, t = launch_options(x), tiles.apply
         if tiles.whole:
-            norm_forward.whole_forward[(-(-channels // t.channels),)](
+            launches.launch(
+                norm_forward.whole_forward, (-(-channels // t.channels),),
                 x, y, added, *given, rows, channels, pixels, groups, *strides, *plan_strides,
                 *tiles.whole_tile, tiles.groups, *has, *after, *tracked, num_warps=tiles.warps, **options,
             )  # fmt: skip
-            return y, mean, var
-        factor, offset = gather.new_empty((2, rows, channels)).unbind()
+            return
+        assert work is not None
+        factor, offset = work.unbind()
         if moments is None:
-            s, parts = tiles.sums, tiles.parts
-            part_mean, part_var = scratch(factor, offset, parts, y)
-            norm_forward.moments[s.over(rows, channels, parts)](
-                x, part_mean, part_var, rows, channels, pixels, pixels // parts, *strides, *s, num_warps=s.warps, **options
+            s = tiles.sums
+            part_mean, part_var = part_sums(work, scratch, parts, y)
+            launches.launch(
+                norm_forward.moments, s.over(rows, channels, parts),
+                x, part_mean, part_var, rows, channels, pixels, pixels // parts, *strides, *s, num_warps=s.warps, **options,
             )  # fmt: skip
         else:
             part_mean, part_var = moments.unbind()
-            parts = moments.shape[2]
-        norm_forward.plan_forward[(-(-channels // tiles.block),)](
+        launches.launch(
+            norm_forward.plan_forward, (-(-channels // tiles.block),),
             x, part_mean, part_var, factor, offset, *given, rows, channels, groups, strides[2], *plan_strides,
             tiles.batch, tiles.block, tiles.groups, parts, moments is not None, *has, *tracked, num_warps=tiles.warps, **options,
         )  # fmt: skip
-        norm_forward.affine[t.grid(rows, channels, pixels)](
-            x, y, added, factor, offset, rows, channels, pixels, *strides, *t, *after, num_warps=t.warps, **options
+        launches.launch(
+            norm_forward.affine, t.grid(rows, channels, pixels),
+            x, y, added, factor, offset, rows, channels, pixels, *strides, *t, *after, num_warps=t.warps, **options,
         )  # fmt: skip
-    return y, mean, var
+
+    with device_of(x):
+        launch(key, bases, record)
+    return y, stats
 
 
 def eval_forward(
@@ -224,59 +249,105 @@ def eval_forward(
 
 def backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor,
-    mean: Tensor, var: Tensor, eps: float, y: Tensor | None = None, residual: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of input, weight, bias and residual; empty for a missing weight or bias. ``y`` is the output after a ReLU."""
+    stats: Tensor, eps: float, y: Tensor | None = None, residual: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """Gradients of input, weight, bias and residual. ``y`` is the output after a ReLU."""
     x, strides = _dense(x)
     grad = _strided_like(grad, x)
     (rows, channels), pixels, groups = x.shape[:2], _pixels(x), gather.shape[0]
     tiles = tiles_for(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
     dx = torch.empty_like(x)
-    dresidual = torch.empty_like(x) if residual else dx
-    dweight, dbias = gradient_of(weight, mean), gradient_of(bias, mean)
-    output, relu = (x, False) if y is None else (y, True)
-    given = (_vector(weight, mean), gather, scatter, mean, var, dweight, dbias, eps, rows, channels, pixels, groups)
-    has = (weight is not None, bias is not None)
-    plan_strides = (*gather.stride(), *scatter.stride())
-    options = launch_options(x)
-    with device_of(x):
-        t = tiles.apply
+    dresidual = torch.empty_like(x) if residual else None
+    weight = _contiguous(weight)
+    dweight = None if weight is None else torch.empty_like(weight)
+    dbias = None if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+    work = scratch = None
+    if not tiles.whole:
+        work = gather.new_empty((3, rows, channels))
+        scratch = scratch_for(work, tiles.parts, dx)
+    key = (
+        "backward", x.shape, strides, x.dtype, grad.dtype, x.device.index, tiles, gather.stride(), scatter.stride(), eps,
+        y is None, residual, _type(weight), _type(bias),
+    )  # fmt: skip
+    bases = [grad, x, y, dx, dresidual, weight, dweight, dbias, gather, scatter, stats, work, scratch]
+
+    def record(launches: Launches) -> None:
+        mean, var = stats.unbind()
+        output, relu = (x, False) if y is None else (y, True)
+        extra = dx if dresidual is None else dresidual
+        out = (mean if dweight is None else dweight, mean if dbias is None else dbias)
+        given = (
+            mean if weight is None else weight,
+            gather,
+            scatter,
+            mean,
+            var,
+            *out,
+            eps,
+            rows,
+            channels,
+            pixels,
+            groups,
+        )
+        has = (weight is not None, bias is not None)
+        plan_strides = (*gather.stride(), *scatter.stride())
+        options, t = launch_options(x), tiles.apply
         if tiles.whole:
-            norm_backward.whole_backward[(-(-channels // t.channels),)](
-                grad, x, output, dx, dresidual, *given, *strides, *plan_strides,
+            launches.launch(
+                norm_backward.whole_backward, (-(-channels // t.channels),),
+                grad, x, output, dx, extra, *given, *strides, *plan_strides,
                 *tiles.whole_tile, tiles.groups, *has, relu, residual, num_warps=tiles.warps, **options,
             )  # fmt: skip
-            return dx, dweight, dbias, dresidual
-        s = tiles.sums
-        factor, slope, level = gather.new_empty((3, rows, channels)).unbind()
-        part_g, part_gx = scratch(factor, slope, tiles.parts, dx)
-        norm_backward.row_sums[s.over(rows, channels, tiles.parts)](
+            return
+        assert work is not None
+        s, (factor, slope, level) = tiles.sums, work.unbind()
+        part_g, part_gx = part_sums(work, scratch, tiles.parts, dx)
+        launches.launch(
+            norm_backward.row_sums, s.over(rows, channels, tiles.parts),
             grad, x, output, mean, part_g, part_gx, rows, channels, pixels, pixels // tiles.parts, *strides, *s, relu,
             num_warps=s.warps, **options,
         )  # fmt: skip
-        norm_backward.plan_backward[(-(-channels // tiles.block),)](
+        launches.launch(
+            norm_backward.plan_backward, (-(-channels // tiles.block),),
             part_g, part_gx, factor, slope, level, *given, *plan_strides,
             tiles.batch, tiles.block, tiles.groups, tiles.parts, *has, num_warps=tiles.warps, **options,
         )  # fmt: skip
-        norm_backward.affine_backward[t.grid(rows, channels, pixels)](
-            grad, x, output, dx, dresidual, mean, factor, slope, level, rows, channels, pixels, *strides,
+        launches.launch(
+            norm_backward.affine_backward, t.grid(rows, channels, pixels),
+            grad, x, output, dx, extra, mean, factor, slope, level, rows, channels, pixels, *strides,
             *t, relu, residual, num_warps=t.warps, **options,
         )  # fmt: skip
-    return dx, dweight, dbias, dresidual
+
+    with device_of(x):
+        launch(key, bases, record)
+    return dx, dweight, dbias, dx if dresidual is None else dresidual
 
 
-def scratch(first: Tensor, second: Tensor, parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Scratch for sums over parts of rows, before they become ``first`` and ``second``.
+def scratch_for(work: Tensor, parts: int, out: Tensor) -> Tensor | None:
+    """Memory for sums over parts of rows; None where ``work`` or the memory of ``out`` will do.
 
-    For a small ``out``, which is written later, separate scratch would add much to the peak memory: reuse its storage.
+    ``out`` is written later. Where it is small, separate scratch would add much to the peak memory.
     """
+    _, rows, channels = work.shape
+    taken = 8 * rows * parts * channels
+    if parts == 1 or taken <= out.nbytes <= 32 * taken:
+        return None
+    return work.new_empty((2, rows * parts, channels))
+
+
+def part_sums(work: Tensor, scratch: Tensor | None, parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the two sums over parts of rows go: see :func:`scratch_for`."""
     if parts == 1:
-        return first, second
-    shape = (2, first.shape[0] * parts, first.shape[1])
-    taken, there = 8 * first.numel() * parts, out.numel() * out.element_size()
-    if there < taken or there > 32 * taken:
-        both = first.new_empty(shape)
-    else:
-        both = first.new_empty(0).set_(out.untyped_storage(), 0, shape)  # type: ignore[call-overload]
-    one, two = both.unbind()
-    return one, two
+        return work[0], work[1]
+    if scratch is None:
+        _, rows, channels = work.shape
+        scratch = work.new_empty(0).set_(out.untyped_storage(), 0, (2, rows * parts, channels))  # type: ignore[call-overload]
+    return scratch[0], scratch[1]
+
+
+def _contiguous(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()
+
+
+def _type(parameter: Tensor | None) -> torch.dtype | None:
+    return None if parameter is None else parameter.dtype
