@@ -1,0 +1,126 @@
+"""The paper's toy figure: what batch norm, continual norm and TBBN hold for the statistics of four tasks.
+
+Four tasks are four 2-d Gaussians, repeated to 20 channels. Training batches are those of replay in task 4: 48 rows of task 4 and
+16 rows of tasks 1 to 3. The test set holds every task in equal parts, and so does the population that a norm should describe.
+Nothing is learnt here: the layers only see batches and update their running statistics. The paper does not give the Gaussians,
+the batch or the groups; these are our choice. Batch norm's statistics are those of the batch, 3/4 task 4; TBBN's give task 4 the
+weight that r* = 8 allows, 0.27.
+
+    python -m tbbn.paper.toy toy.png
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import tbbn
+
+MEANS = torch.tensor([[-4.0, -2.0], [0.0, 3.0], [4.0, -2.0], [9.0, 7.0]])  # of tasks 1 to 4
+SPREADS = torch.tensor([[1.0, 0.6], [0.8, 1.0], [0.7, 0.9], [1.6, 1.8]])
+COPIES = 10  # of the two dimensions: 20 channels
+CURRENT, MEMORY = 48, 16
+GROUPS = 4  # of continual norm
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A norm after training: its test output, and how far its statistics are from the balanced population's."""
+
+    name: str
+    output: Tensor  # (4, n, 2): the first two channels of each task's test rows
+    mean_error: float  # mean over channels, in standard deviations of the population
+    std_error: float  # mean over channels of |std / population's std - 1|
+
+
+def draw(tasks: Tensor, generator: torch.Generator) -> Tensor:
+    """Rows (n, 20) of these tasks (n,)."""
+    noise = torch.randn(len(tasks), COPIES, 2, generator=generator, dtype=torch.float64)
+    return (MEANS[tasks].unsqueeze(1) + SPREADS[tasks].unsqueeze(1) * noise).flatten(1)
+
+
+def population() -> tuple[Tensor, Tensor]:
+    """Mean and variance (20,) of the mixture of all tasks in equal parts."""
+    mean = MEANS.double().mean(0)
+    var = SPREADS.double().square().mean(0) + (MEANS - mean).square().mean(0)
+    return mean.repeat(COPIES), var.repeat(COPIES)
+
+
+def toy(steps: int = 400, test_rows: int = 200, seed: int = 0) -> list[Outcome]:
+    """Batch norm, continual norm and TBBN on the toy data; a second on a CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    channels = 2 * COPIES
+    norms = {
+        "batch norm": nn.BatchNorm1d(channels),
+        "continual norm": tbbn.ContinualNorm(channels, groups=GROUPS),
+        "TBBN": tbbn.TaskBalancedBatchNorm1d(channels),
+    }
+    layers = nn.ModuleDict(norms).double().train()
+    current = torch.full((CURRENT,), 3)
+    means: dict[str, list[Tensor]] = {name: [] for name in norms}
+    variances: dict[str, list[Tensor]] = {name: [] for name in norms}
+    for step in range(steps):
+        batch = draw(torch.cat([current, torch.randint(3, (MEMORY,), generator=generator)]), generator)
+        with tbbn.balance(layers, current=CURRENT, memory=MEMORY, past_tasks=3), torch.no_grad():
+            for name, layer in norms.items():
+                layer(batch)
+                if step >= steps // 2:
+                    means[name].append(layer.get_buffer("running_mean").clone())
+                    variances[name].append(layer.get_buffer("running_var").clone())
+    layers.eval()
+    test = torch.arange(4).repeat_interleave(test_rows)
+    rows = draw(test, generator)
+    outcomes = []
+    for name, layer in norms.items():
+        # Averaged over the second half of the training: a running statistic of momentum 0.1 is itself a noisy one.
+        layer.running_mean, layer.running_var = torch.stack(means[name]).mean(0), torch.stack(variances[name]).mean(0)
+        wanted_mean, wanted_var = population()
+        if name == "continual norm":  # its batch norm sees the output of a group norm: compare with that population
+            many = nn.functional.group_norm(draw(torch.arange(4).repeat_interleave(20_000), generator), GROUPS)
+            wanted_mean, wanted_var = many.mean(0), many.var(0, unbiased=False)
+        off = (layer.running_mean - wanted_mean).abs() / wanted_var.sqrt()
+        wide = (layer.running_var / wanted_var).sqrt() - 1
+        output = layer(rows).detach()[:, :2].unflatten(0, (4, -1))
+        outcomes.append(Outcome(name, output, float(off.mean()), float(wide.abs().mean())))
+    return outcomes
+
+
+def plot(outcomes: list[Outcome], path: str | Path) -> Path:
+    """The test rows as each norm sees them, one panel a norm; the cross marks where a balanced mean would be."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.2 * len(outcomes), 3.4), layout="constrained")
+    for axes, outcome in zip(
+        figure.subplots(1, len(outcomes), sharex=True, sharey=True, squeeze=False)[0], outcomes, strict=True
+    ):
+        for task, rows in enumerate(outcome.output):
+            axes.scatter(rows[:, 0], rows[:, 1], s=6, alpha=0.6, label=f"task {task + 1}")
+        axes.axhline(0, color="grey", linewidth=0.6, zorder=0)
+        axes.axvline(0, color="grey", linewidth=0.6, zorder=0)
+        centre = outcome.output.flatten(0, 1).mean(0)
+        axes.plot(*centre, marker="x", color="black", markersize=9)
+        axes.set_title(f"{outcome.name}\nmean off by {outcome.mean_error:.2f} sd", fontsize=10)
+    axes.legend(fontsize=7, loc="upper left")
+    figure.savefig(path, dpi=150)
+    return Path(path)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    lines = ["statistics at test time     mean off by     std off by"]
+    lines += [f"{o.name:24} {o.mean_error:10.2f} sd {100 * o.std_error:12.1f} %" for o in outcomes]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    outcomes = toy()
+    sys.stdout.write(table(outcomes) + "\n")
+    if len(sys.argv) > 1:
+        sys.stdout.write(f"picture: {plot(outcomes, sys.argv[1])}\n")
+
+
+if __name__ == "__main__":
+    main()
