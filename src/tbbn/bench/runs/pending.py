@@ -14,21 +14,9 @@ from tbbn.bench.config import RunConfig, flatten, resolve, to_dict
 from tbbn.bench.engine.plugins import check_unchanged, load_plugins, require_plugins
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.validate import check
-from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.recipe import RECIPE, Axes, Layer, parse_choice, read_recipe
-from tbbn.bench.runs.record import CONFIG, PREDICTIONS, RECORD, load_record
+from tbbn.bench.runs.record import RECORD, load_record
 from tbbn.errors import UserError
-
-# Everything a run writes into its folder.
-RUN_FILES = (
-    CONFIG,
-    RECORD,
-    PREDICTIONS,
-    checkpoint.NEWEST,
-    checkpoint.PREVIOUS,
-    checkpoint.ARRIVING,
-    checkpoint.TASKS,
-)
 
 
 @dataclass(frozen=True)
@@ -98,10 +86,3 @@ def finished_record(run: PendingRun) -> Record | None:
         require_plugins(run.config, record.plugins, str(run.directory))
     check_unchanged(run.config, record.plugins, str(run.directory))
     return record if record.status == "finished" else None
-
-
-def delete_run_files(run: PendingRun) -> None:
-    """Delete the files of an earlier run from the folder, and nothing else there."""
-    for pattern in RUN_FILES:
-        for file in run.directory.glob(pattern):
-            file.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from tbbn.bench.config import RunConfig
@@ -13,6 +14,7 @@ from tbbn.bench.engine.loop import Run, Stop
 from tbbn.bench.engine.record import Record
 from tbbn.bench.files import is_blank, locked
 from tbbn.bench.runs import state
+from tbbn.bench.runs.overwrite import replacing, settle
 from tbbn.bench.runs.record import save_record
 from tbbn.errors import UserError
 
@@ -26,9 +28,13 @@ def run_saved(
     on_event: Callable[[Event], None] | None = None,
     every: float = SAVE_EVERY,
     stop: Stop | None = None,
+    overwrite: bool = False,
 ) -> Record:
     """:func:`tbbn.bench.engine.run` with a folder: see :func:`saved`."""
-    return loop.run(config, on_event=on_event, drive=lambda run: saved(run, Path(directory), every=every, stop=stop))
+    place = Path(directory)
+    return loop.run(
+        config, on_event=on_event, drive=lambda run: saved(run, place, every=every, stop=stop, overwrite=overwrite)
+    )
 
 
 def run_lanes_saved(
@@ -39,55 +45,89 @@ def run_lanes_saved(
     on_event: lanes.OnEvent | None = None,
     on_end: Callable[[int, Record], None] | None = None,
     stop: Stop | None = None,
+    overwrite: bool = False,
 ) -> list[Record]:
     """:func:`tbbn.bench.engine.run_lanes` with a folder for each run; a failed run leaves its record there too."""
 
     def ended(number: int, record: Record) -> None:
         if record.status == "failed":
-            save_record(record, directories[number])
+            save_failure(record, directories[number])
         if on_end is not None:
             on_end(number, record)
 
     return lanes.run_lanes(
         configs,
         n_lanes,
-        drive=lambda number, run: saved(run, directories[number], stop=stop),
+        drive=lambda number, run: saved(run, directories[number], stop=stop, overwrite=overwrite),
         on_event=on_event,
         on_end=ended,
         stop=stop,
     )
 
 
-def saved(run: Run, directory: Path, *, every: float = SAVE_EVERY, stop: Stop | None = None) -> Iterator[Event]:
+def save_failure(record: Record, directory: Path) -> None:
+    """Leave the record of a run that failed before it began. A folder that holds a run, or is locked, stays as it is."""
+    with suppress(UserError), locked(directory):
+        if is_blank(directory):
+            save_record(record, directory)
+
+
+def saved(
+    run: Run, directory: Path, *, every: float = SAVE_EVERY, stop: Stop | None = None, overwrite: bool = False
+) -> Iterator[Event]:
     """The run's events, with its folder kept up to date.
 
-    A folder that holds an unfinished run of the same config is resumed. A checkpoint is written after each task, and at the
-    end of an epoch once ``every`` seconds have passed since the last one (0: after every epoch); where writing is slow, less
-    often, so that it stays below a hundredth of the time. The record is written however the run ends.
+    A folder that holds an unfinished run of the same config is resumed; with ``overwrite``, the run starts again and replaces
+    what is there when it first saves. A checkpoint is written after each task, and at the end of an epoch once ``every``
+    seconds have passed since the last one (0: after every epoch); where writing is slow, less often, so that it stays below a
+    hundredth of the time. The record is written however the run ends.
     """
     with locked(directory):
-        state.load(run, directory)
-        user_error = False
+        settle(directory)
+        files = _RunFiles(run, directory, overwrite)
+        if not overwrite:
+            state.load(run, directory)
         try:
-            yield from _with_checkpoints(run, directory, every, stop)
-        except UserError:
-            user_error = True
+            yield from _with_checkpoints(files, every, stop)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                run.record.status, run.record.message = "failed", f"{type(error).__name__}: {error}"
+            # A user error found during training leaves as little behind as one found before it; a run that was to be
+            # overwritten stays.
+            if not (files.overwrites or (isinstance(error, UserError) and is_blank(directory))):
+                files.save_record()
             raise
-        finally:
-            # A user error found during training leaves as little behind as one found before it.
-            if not (user_error and is_blank(directory)):
-                save_record(run.record, directory)
+        files.save_record()
 
 
-def _with_checkpoints(run: Run, directory: Path, every: float, stop: Stop | None) -> Iterator[Event]:
+class _RunFiles:
+    """The files of a run, in a folder that this process has locked."""
+
+    def __init__(self, run: Run, directory: Path, overwrites: bool) -> None:
+        self.run, self.directory = run, directory
+        self.overwrites = overwrites  # an older run, when anything is first written
+
+    def save(self) -> None:
+        """Write a checkpoint and the record; call it between two steps."""
+        with replacing(self.directory) if self.overwrites else nullcontext():
+            state.save(self.run, self.directory)
+        self.overwrites = False
+
+    def save_record(self) -> None:
+        with replacing(self.directory) if self.overwrites else nullcontext():
+            save_record(self.run.record, self.directory)
+        self.overwrites = False
+
+
+def _with_checkpoints(files: _RunFiles, every: float, stop: Stop | None) -> Iterator[Event]:
     last, pause, due = time.monotonic(), every, False
-    for event in run.events(stop):
+    for event in files.run.events(stop):
         due = isinstance(event, TaskEnded) or (isinstance(event, EpochEnded) and time.monotonic() - last >= pause)
         if due:
             began = time.monotonic()
-            state.save(run, directory)
+            files.save()
             last = time.monotonic()
             pause = every and max(every, min(100 * (last - began), 600.0))
         yield event
-    if run.record.status == "interrupted" and not due:
-        state.save(run, directory)
+    if files.run.record.status == "interrupted" and not due:
+        files.save()

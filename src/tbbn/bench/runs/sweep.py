@@ -10,10 +10,10 @@ from tbbn.bench.engine import Event
 from tbbn.bench.engine.loop import Stop
 from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.files import write_atomic
-from tbbn.bench.runs.pending import PendingRun, delete_run_files, finished_record
+from tbbn.bench.runs.pending import PendingRun, finished_record
 from tbbn.bench.runs.recipe import RECIPE
-from tbbn.bench.runs.record import RECORD, load_record, save_record
-from tbbn.bench.runs.saved import run_lanes_saved, run_saved
+from tbbn.bench.runs.record import load_record
+from tbbn.bench.runs.saved import run_lanes_saved, run_saved, save_failure
 from tbbn.errors import UserError
 
 
@@ -54,8 +54,6 @@ def run_all(
     for pending in runs:
         if pending in records:
             end(pending, records[pending])
-        elif overwrite:
-            delete_run_files(pending)
     with _recipe_on_disk(recipe, runs) if recipe and len(runs) > 1 else nullcontext():
         if lanes is None or lanes > 1:
             run_lanes_saved(
@@ -65,29 +63,36 @@ def run_all(
                 on_event=event,
                 on_end=lambda number, record: end(todo[number], record),
                 stop=stop,
+                overwrite=overwrite,
             )
             if stop is not None and stop():
                 raise KeyboardInterrupt
         else:
             for i, pending in enumerate(todo):
-                end(pending, _run_one(pending, partial(event, i), stop, alone=len(runs) == 1))
+                end(pending, _run_one(pending, partial(event, i), stop, overwrite, alone=len(runs) == 1))
                 if stop is not None and stop():
                     raise KeyboardInterrupt
     return [records[pending] for pending in runs]
 
 
-def _run_one(pending: PendingRun, on_event: Callable[[Event], None], stop: Stop | None, alone: bool) -> Record:
+def _run_one(
+    pending: PendingRun, on_event: Callable[[Event], None], stop: Stop | None, overwrite: bool, alone: bool
+) -> Record:
     try:
-        return run_saved(pending.config, pending.directory, on_event=on_event, stop=stop)
+        return run_saved(pending.config, pending.directory, on_event=on_event, stop=stop, overwrite=overwrite)
     except UserError:
         raise
     except Exception as error:
         if alone:
             raise
-        there = (pending.directory / RECORD).exists()
-        record = load_record(pending.directory) if there else new_record(pending.config)
-        record.status, record.message = "failed", f"{type(error).__name__}: {error}"
-        save_record(record, pending.directory)
+        message = f"{type(error).__name__}: {error}"
+        with suppress(UserError):
+            record = load_record(pending.directory)
+            if (record.status, record.message) == ("failed", message):
+                return record
+        record = new_record(pending.config)
+        record.status, record.message = "failed", message
+        save_failure(record, pending.directory)
         return record
 
 

@@ -1,0 +1,63 @@
+"""Replace a run by a new one in the same folder, so that a kill or a full disk never loses both.
+
+The old run stays as it is until the new one writes its first files. Then the old files are set aside, all but ``record.json``,
+which the new record replaces in one step: the record on disk tells which of the two runs the folder holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tbbn.bench.files import file_sha256, write_atomic
+from tbbn.bench.runs import checkpoint
+from tbbn.bench.runs.record import CONFIG, PREDICTIONS, RECORD
+
+# Everything a run writes into its folder besides its record.
+RUN_FILES = (CONFIG, PREDICTIONS, checkpoint.NEWEST, checkpoint.PREVIOUS, checkpoint.ARRIVING, checkpoint.TASKS)
+LIST = ".overwritten.json"  # which files are set aside, and the checksum of the old record
+ASIDE = ".overwritten."  # before the names of files set aside: no reader takes them for those of a run
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[None]:
+    """Set the old run aside while the block writes a new one. Without a new record at its end, the old run comes back."""
+    write_atomic(directory / LIST, json.dumps({"files": _files(directory), "record": _record(directory)}).encode())
+    try:
+        for name in _files(directory):
+            os.replace(directory / name, directory / f"{ASIDE}{name}")
+        yield
+    finally:
+        settle(directory)
+
+
+def settle(directory: Path) -> None:
+    """End an overwriting, also one of a killed process: delete the old run if the new one has its record, or bring it back.
+
+    Call it with the folder locked.
+    """
+    if not (directory / LIST).exists():
+        return
+    old = json.loads((directory / LIST).read_bytes())
+    has_new_record = _record(directory) != old["record"]
+    if not has_new_record:
+        for name in set(_files(directory)) - set(old["files"]):
+            (directory / name).unlink()
+    for name in old["files"]:
+        aside = directory / f"{ASIDE}{name}"
+        if has_new_record:
+            aside.unlink(missing_ok=True)
+        elif aside.exists():
+            os.replace(aside, directory / name)
+    (directory / LIST).unlink()
+
+
+def _files(directory: Path) -> list[str]:
+    return sorted(file.name for pattern in RUN_FILES for file in directory.glob(pattern))
+
+
+def _record(directory: Path) -> str:
+    return file_sha256(directory / RECORD) if (directory / RECORD).exists() else ""
