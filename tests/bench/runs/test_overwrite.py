@@ -14,7 +14,7 @@ from tinyrun import tiny
 from tbbn.bench.engine import Event
 from tbbn.bench.engine.events import Stepped
 from tbbn.bench.files import LOCK, locked
-from tbbn.bench.runs import state
+from tbbn.bench.runs import saved
 from tbbn.bench.runs.pending import PendingRun
 from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.saved import run_saved
@@ -66,7 +66,7 @@ def test_a_full_disk_at_the_first_save_leaves_the_old_run(old: Path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = contents(old)
-    monkeypatch.setattr(state, "save_record", full)  # the checkpoint is written, the record is not
+    monkeypatch.setattr(saved, "save_record", full)  # the checkpoint is written, the record is not
     with pytest.raises(OSError, match="No space left"):
         run_saved(tiny(seed=1), old, overwrite=True)
     assert contents(old) == before

@@ -91,12 +91,13 @@ def test_what_is_not_a_record_is_refused_in_one_line(tmp_path: Path) -> None:
             load_record(tmp_path)
         assert "\n" not in str(caught.value) and str(file) in str(caught.value)
     for content, line in (
-        (b"{", r"not a record: Expecting"),
+        (b"", r"not a record: empty\. To restore it"),
+        (b"{", r"not a record: cut off, or not JSON\. To restore it from the checkpoint: tbbn resume "),
         (b"[1, 2]", r"not a record: it has no schema number\."),
         (b"\xff\xff", r"not a record"),
         (
             json.dumps(tree).encode(),
-            r"damaged: its checksum is missing\. Delete the file and run the same command again",
+            r"damaged: its checksum is missing\. To restore it from the checkpoint: tbbn resume ",
         ),
     ):
         file.write_bytes(content)

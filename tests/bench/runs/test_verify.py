@@ -115,7 +115,7 @@ def test_a_damaged_record_is_refused_in_one_line_and_restored(done: Path, capsys
     first = load_record(done)
     file.write_text(file.read_text().replace('"status": "finished"', '"status": "finishes"'))
     assert main(["show", str(done)]) == 2
-    assert "record.json: damaged: its content does not match its checksum. Delete the file" in capsys.readouterr().err
+    assert "record.json: damaged: its content does not match its checksum. To restore it" in capsys.readouterr().err
     file.unlink()
     again = run_saved(tiny(norm__name="tbbn"), done)
     assert (again.accuracy, again.history, again.weights) == (first.accuracy, first.history, first.weights)

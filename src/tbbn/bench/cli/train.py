@@ -111,22 +111,22 @@ def _requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, s
 def _require_plugins(folders: Iterable[Path], *, unfinished: bool = False) -> None:
     """Load what the runs in these folders need, or say which plugin is missing."""
     from tbbn.bench.engine.plugins import require_plugins
-    from tbbn.bench.runs.record import RECORD, load_record
+    from tbbn.bench.runs.record import RECORD, load_or_restore
 
     for file in sorted(file for folder in folders for file in folder.rglob(RECORD)):
-        record = load_record(file.parent)
+        record = load_or_restore(file.parent)
         if not unfinished or record.status != "finished":
             require_plugins(record.run_config, record.plugins, str(file.parent))
 
 
 def _resume(args: argparse.Namespace) -> int:
     from tbbn.bench.runs.pending import PendingRun, runs_of_sweeps
-    from tbbn.bench.runs.record import RECORD, load_record
+    from tbbn.bench.runs.record import RECORD, load_or_restore
 
     _require_plugins(map(Path, args.runs), unfinished=True)
     known = {run.directory: run for text in args.runs for run in runs_of_sweeps(Path(text))}
     runs = [
-        PendingRun(load_record(folder).run_config, folder) if (folder / RECORD).exists() else known[folder]
+        PendingRun(load_or_restore(folder).run_config, folder) if (folder / RECORD).exists() else known[folder]
         for folder in run_folders(args.runs, list(known))
     ]
     return _train(runs, Path(args.runs[0]), args)

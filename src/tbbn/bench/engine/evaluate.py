@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,33 +13,36 @@ from tbbn.bench.config import RunConfig
 from tbbn.bench.data.device import DeviceDataset
 from tbbn.bench.data.scenario import Scenario, Task, task_of_class
 from tbbn.bench.engine.forward import evaluation_pass
-from tbbn.bench.engine.record import Record
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network, Output
 from tbbn.errors import UserError
 
 
 def evaluate(
-    record: Record,
     task: Task,
     config: RunConfig,
     scenario: Scenario,
     method: Method,
     network: Network,
     test_data: DeviceDataset,
-) -> None:
-    """Add a row to the record's matrices: class-IL over all classes so far, task-IL over the classes of the image's task."""
+) -> tuple[dict[str, Any], Tensor]:
+    """What the record gets after a task, and the predictions.
+
+    Class-IL accuracy is over all classes so far, task-IL over the classes of the image's task.
+    """
     rows = torch.cat([evaluated_rows(config, t) for t in scenario.tasks[: task.number + 1]])
     labels = scenario.test_labels[rows]
     class_task = task_of_class(scenario)
     image_task = class_task[labels]
     class_il, task_il = _predict(rows, image_task, class_task[: task.classes.stop], config, method, network, test_data)
     of_task = [image_task == t for t in range(task.number + 1)]
-    record.accuracy.append([(class_il == labels)[mask].double().mean().item() for mask in of_task])
-    record.task_il.append([(task_il == labels)[mask].double().mean().item() for mask in of_task])
     confusion = confusion_of(labels, class_il, task.classes.stop)
-    record.errors.append(metrics.confusion_error_types(confusion, task.classes.start))
-    record.predictions[f"task{task.number}"] = class_il.to(torch.int16)
+    row = {
+        "accuracy": [(class_il == labels)[mask].double().mean().item() for mask in of_task],
+        "task_il": [(task_il == labels)[mask].double().mean().item() for mask in of_task],
+        "errors": metrics.confusion_error_types(confusion, task.classes.start),
+    }
+    return row, class_il.to(torch.int16)
 
 
 def _predict(

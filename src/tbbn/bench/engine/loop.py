@@ -120,11 +120,12 @@ class Run:
         if self.method.uses_memory:
             self.memory = context.memory = context.updated_memory()
         self.method.after_task(context)
-        evaluate(self.record, task, self.config, self.scenario, self.method, self.network, self.test_data)
-        self.record.splits.append(setup.full_batch(self.config, self.method, task.number)[2])
-        self.record.exemplars.append(len(self.memory))
-        self.record.weights.append(digest(self.network.state_dict()))
-        self.record.seconds += time.perf_counter() - started
+        row, predictions = evaluate(task, self.config, self.scenario, self.method, self.network, self.test_data)
+        row["splits"] = setup.full_batch(self.config, self.method, task.number)[2]
+        row["exemplars"] = len(self.memory)
+        row["weights"] = digest(self.network.state_dict())
+        # One assignment: an exception or a signal leaves the record with the whole task or without it.
+        self.record = self.record.with_task(task.number, row, predictions, time.perf_counter() - started)
         self.previous = self.network.teacher() if self.method.needs_previous else None
         self.position = Position(task.number + 1)
         yield TaskEnded(task.number, self.record.accuracy[-1], len(self.memory))

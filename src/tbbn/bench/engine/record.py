@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,12 @@ class Record:
             return {}
         sizes = self.task_sizes[: len(self.accuracy)]
         return metrics.summary(self.accuracy, weights=sizes, task_il=self.task_il)
+
+    def with_task(self, task: int, row: Mapping[str, Any], predictions: Tensor, seconds: float) -> Record:
+        """A record with one more task; ``row`` has an entry for every list with one entry per task."""
+        longer: dict[str, Any] = {name: [*getattr(self, name), entry] for name, entry in row.items()}
+        longer["predictions"] = {**self.predictions, f"task{task}": predictions}
+        return replace(self, **longer, seconds=self.seconds + seconds)
 
     def tree(self) -> dict[str, Any]:
         """The record as JSON has it: everything but the tensors."""

@@ -55,18 +55,31 @@ def _link(file: Path, name: Path) -> None:
         os.replace(temporary, name)
 
 
-def load(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """The newest readable checkpoint, or None where there is none. If all are damaged, an error names them."""
+def load(directory: Path, *, repair: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """The newest readable checkpoint, or None where there is none. If all are damaged, an error names them.
+
+    ``repair``, in a locked folder, makes it the newest, so that the next `save` keeps it and not a damaged one.
+    """
     problems = []
-    for name in (NEWEST, PREVIOUS):
+    for name in (NEWEST, ARRIVING, PREVIOUS):  # a process killed between two renames leaves only the last two
         if (directory / name).exists():
             try:
-                return read(directory / name)
+                found = read(directory / name)
+            except OtherSchema:  # not damaged: another version can read it
+                raise
             except UserError as error:
                 problems.append(str(error))
+            else:
+                if repair and name != NEWEST:
+                    os.replace(directory / name, directory / NEWEST)
+                return found
     if problems:
         raise UserError(" ".join(problems) + " Delete the folder of the run to start again.")
     return None
+
+
+class OtherSchema(UserError):
+    """A checkpoint of another version."""
 
 
 def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -86,7 +99,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise
         raise UserError(f"{file}: damaged, or not a checkpoint ({type(error).__name__}).") from None
     if schema != SCHEMA:
-        raise UserError(f"{file}: has schema {schema}; this version reads {SCHEMA}.")
+        raise OtherSchema(f"{file}: has schema {schema}; this version reads {SCHEMA}.")
     return state, tensors
 
 

@@ -15,7 +15,7 @@ from tbbn.bench.engine.plugins import check_unchanged, load_plugins, require_plu
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.validate import check
 from tbbn.bench.runs.recipe import RECIPE, Axes, Layer, parse_choice, read_recipe
-from tbbn.bench.runs.record import RECORD, load_record
+from tbbn.bench.runs.record import RECORD, load_or_restore
 from tbbn.errors import UserError
 
 
@@ -72,7 +72,7 @@ def finished_record(run: PendingRun) -> Record | None:
     """The record of a run that finished earlier with the same config. Another config in the folder is an error."""
     if not (run.directory / RECORD).exists():
         return None
-    record = load_record(run.directory)
+    record = load_or_restore(run.directory)
     there, now = (flatten(to_dict(config)) for config in (record.run_config, run.config))
     changed = [key for key in {**there, **now} if there.get(key) != now.get(key)]
     if changed:

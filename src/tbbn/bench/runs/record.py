@@ -17,11 +17,15 @@ from torch import Tensor
 from tbbn.bench.config import to_toml
 from tbbn.bench.engine.record import SCHEMA, Record
 from tbbn.bench.files import NO_SEAL, seal, seal_problem, write_atomic
-from tbbn.bench.runs import schema
+from tbbn.bench.runs import checkpoint, schema
 from tbbn.errors import UserError
 
 CONFIG, RECORD, PREDICTIONS = "config.toml", "record.json", "predictions.safetensors"
 DERIVED = ("metrics", "config_sha256", "sha256")  # in record.json, but not fields of a Record
+
+
+class DamagedRecord(UserError):
+    """A ``record.json`` that is not as it was written. The checkpoint of the run has a copy."""
 
 
 def save_record(record: Record, directory: Path) -> None:
@@ -35,6 +39,18 @@ def save_record(record: Record, directory: Path) -> None:
         _write_if_changed(directory / PREDICTIONS, seal(save(record.predictions, metadata={"sha256": NO_SEAL})))
     text = record.to_json(config_sha256=hashlib.sha256(config).hexdigest(), sha256=NO_SEAL)
     write_atomic(directory / RECORD, seal(text.encode()))
+
+
+def update_record(record: Record, directory: Path) -> None:
+    """`save_record`, unless the record there is of the same run and knows more tasks: a resumed run may be behind it."""
+    try:
+        there = load_record(directory)
+    except UserError:  # none, or a damaged one
+        pass
+    else:
+        if there.config == record.config and len(there.accuracy) > len(record.accuracy):
+            return
+    save_record(record, directory)
 
 
 def load_predictions(directory: Path) -> dict[str, Tensor]:
@@ -55,21 +71,42 @@ def _write_if_changed(path: Path, content: bytes) -> None:
 
 
 def load_record(path: str | Path) -> Record:
-    """The record in the folder of a run, or in a file. A damaged one is an error."""
+    """The record in the folder of a run, or in a file. A damaged one is an error that says how to restore it."""
     path = Path(path)
     file = path / RECORD if path.is_dir() else path
     try:
-        content = file.read_bytes()
-        tree = json.loads(content.decode())
+        return _read_record(file)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: {_no_record(path)}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not a record: {error}.") from None
+    except DamagedRecord as error:
+        raise DamagedRecord(f"{error} To restore it from the checkpoint: tbbn resume {file.parent}") from None
+
+
+def load_or_restore(directory: Path) -> Record:
+    """The record of a run, or where it is missing or damaged the one in the checkpoint. Writes nothing."""
+    try:
+        return _read_record(directory / RECORD)
+    except FileNotFoundError:
+        problem = f"{directory}: {_no_record(directory)}"
+    except DamagedRecord as error:
+        problem = f"{error} No checkpoint can restore it; --overwrite starts the run again."
+    found = checkpoint.load(directory)
+    if found is None:
+        raise UserError(problem)
+    record = record_from(found[0].get("record"), str(directory))
+    record.status = "interrupted"  # until the run has looked whether anything is left to do
+    return record
+
+
+def _read_record(file: Path) -> Record:
+    content = file.read_bytes()
+    try:
+        tree = json.loads(content.decode())
+    except (ValueError, RecursionError):
+        raise DamagedRecord(f"{file}: not a record: {'cut off, or not JSON' if content else 'empty'}.") from None
     _check_schema(tree, str(file))  # before the checksum: another version may compute it in another way
     if problem := seal_problem(content):
-        raise UserError(
-            f"{file}: {problem} Delete the file and run the same command again: the record is restored from the checkpoint."
-        )
+        raise DamagedRecord(f"{file}: {problem}")
     return record_from(tree, str(file))
 
 
@@ -82,7 +119,7 @@ def _no_record(path: Path) -> str:
 
 def _check_schema(tree: Any, where: str) -> None:
     if not isinstance(tree, dict) or not isinstance(tree.get("schema"), int):
-        raise UserError(f"{where}: not a record: it has no schema number.")
+        raise DamagedRecord(f"{where}: not a record: it has no schema number.")
     if tree["schema"] != SCHEMA:
         other = "a newer" if tree["schema"] > SCHEMA else "an older"
         raise UserError(f"{where}: written by {other} version (schema {tree['schema']}; this version reads {SCHEMA}).")
@@ -93,10 +130,10 @@ def record_from(tree: Any, where: str) -> Record:
     _check_schema(tree, where)
     known = {k: v for k, v in tree.items() if k not in DERIVED}
     if not isinstance(known.get("config"), dict):
-        raise UserError(f"{where}: not a record: it has no config.")
+        raise DamagedRecord(f"{where}: not a record: it has no config.")
     if wrong := schema.problem(known):
-        raise UserError(f"{where}: not a record: {wrong}")
+        raise DamagedRecord(f"{where}: not a record: {wrong}")
     try:
         return Record(**known)
     except TypeError as error:
-        raise UserError(f"{where}: not a record: {error}.") from None
+        raise DamagedRecord(f"{where}: not a record: {error}.") from None

@@ -13,9 +13,9 @@ from tbbn.bench.engine.events import EpochEnded, Event, TaskEnded
 from tbbn.bench.engine.loop import Run, Stop
 from tbbn.bench.engine.record import Record
 from tbbn.bench.files import is_blank, locked
-from tbbn.bench.runs import state
+from tbbn.bench.runs import schema, state
 from tbbn.bench.runs.overwrite import replacing, settle
-from tbbn.bench.runs.record import save_record
+from tbbn.bench.runs.record import save_record, update_record
 from tbbn.errors import UserError
 
 SAVE_EVERY = 60.0  # seconds between two checkpoints inside a task
@@ -92,12 +92,13 @@ def saved(
         except BaseException as error:
             if isinstance(error, Exception):
                 run.record.status, run.record.message = "failed", f"{type(error).__name__}: {error}"
-            # A user error found during training leaves as little behind as one found before it; a run that was to be
-            # overwritten stays.
-            if not (files.overwrites or (isinstance(error, UserError) and is_blank(directory))):
-                files.save_record()
+            # A user error found during training leaves as little behind as one found before it, and a run that was to be
+            # overwritten stays. A method that fails may leave lists in the record that do not fit.
+            leaves_nothing = files.overwrites or (isinstance(error, UserError) and is_blank(directory))
+            if not leaves_nothing and not schema.problem(run.record.tree()):
+                files.save(with_checkpoint=False)
             raise
-        files.save_record()
+        files.save(with_checkpoint=False)
 
 
 class _RunFiles:
@@ -107,15 +108,13 @@ class _RunFiles:
         self.run, self.directory = run, directory
         self.overwrites = overwrites  # an older run, when anything is first written
 
-    def save(self) -> None:
-        """Write a checkpoint and the record; call it between two steps."""
+    def save(self, *, with_checkpoint: bool = True) -> None:
+        """Write a checkpoint and the record, or the record only; a checkpoint is written between two steps."""
         with replacing(self.directory) if self.overwrites else nullcontext():
-            state.save(self.run, self.directory)
-        self.overwrites = False
-
-    def save_record(self) -> None:
-        with replacing(self.directory) if self.overwrites else nullcontext():
-            save_record(self.run.record, self.directory)
+            if with_checkpoint:
+                state.save(self.run, self.directory)
+            write = save_record if self.overwrites else update_record
+            write(self.run.record, self.directory)
         self.overwrites = False
 
 

@@ -15,19 +15,18 @@ from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.task import PhaseRows
 from tbbn.bench.runs import checkpoint
-from tbbn.bench.runs.record import record_from, save_record
+from tbbn.bench.runs.record import record_from
 from tbbn.errors import UserError
 
 SMALL = 8 * 2**20  # bytes: with save.tasks = "small", networks up to this size keep the state at each task's start
 
 
 def save(run: Run, directory: Path) -> None:
-    """Write a checkpoint and the record; call it between two steps."""
+    """Write a checkpoint; call it between two steps."""
     keep = ""
     if _is_between_tasks(run) and run.position.task < len(run.scenario.tasks) and _keeps_tasks(run):
         keep = checkpoint.task_file(run.position.task)
     checkpoint.save(directory, _values(run), _tensors(run), keep)
-    save_record(run.record, directory)
 
 
 def _is_between_tasks(run: Run) -> bool:
@@ -74,8 +73,8 @@ def _values(run: Run) -> dict[str, Any]:
 
 
 def load(run: Run, directory: Path) -> bool:
-    """Resume from the checkpoint in a folder, if there is one. A checkpoint of another config is an error."""
-    found = checkpoint.load(directory)
+    """Resume from the checkpoint in a locked folder, if there is one. A checkpoint of another config is an error."""
+    found = checkpoint.load(directory, repair=True)
     if found is None:
         return False
     if found[0].get("config") != to_toml(run.config):
