@@ -32,7 +32,7 @@ def test_a_run_goes_where_torch_has_locked_its_global_flags(monkeypatch: pytest.
 
 def test_a_run_on_a_cpu_touches_the_number_of_threads_alone_and_puts_it_back() -> None:
     before, flags = torch.get_num_threads(), cuda_flags()
-    events = Run(tiny(threads=before + 1, train__epochs=1)).events()
+    events = Run(tiny(threads=before + 1, data__stop_after=1, train__epochs=1)).events()
     assert {(torch.get_num_threads(), *cuda_flags()) for _ in events} == {(before + 1, *flags)}
     assert (torch.get_num_threads(), *cuda_flags()) == (before, *flags)
 
