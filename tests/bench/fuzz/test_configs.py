@@ -163,7 +163,7 @@ def configs(draw: st.DrawFn) -> list[str]:
     return words
 
 
-@cases(80, 1000, configs())
+@cases(50, 1000, configs())
 def test_a_config_runs_or_is_refused(words: list[str]) -> None:
     """As settings on the command line."""
     with folder() as place:

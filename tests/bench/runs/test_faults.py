@@ -33,8 +33,15 @@ HELPERS = Path(__file__).parents[2] / "helpers"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+# By default a method with one phase and one with two; below, more methods are stopped at many steps in this process.
 @pytest.mark.parametrize(
-    "method", ["ft", "eeil(balanced_epochs=4)", "bic(correction_epochs=8)", "podnet(finetune_epochs=4)"]
+    "method",
+    [
+        "ft",
+        "eeil(balanced_epochs=4)",
+        pytest.param("bic(correction_epochs=8)", marks=pytest.mark.nightly),
+        pytest.param("podnet(finetune_epochs=4)", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_killed_run_resumes_with_identical_results(method: str, tmp_path: Path) -> None:
     program = [sys.executable, str(HELPERS / "killed.py"), method, str(tmp_path), "8", "3"]
