@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, TextIO
 
@@ -48,7 +48,8 @@ class RunLines(RunProgress):
 
     def _print(self, text: str) -> None:
         self.last_line = self.clock()
-        print(text, file=self.stream, flush=True)
+        with suppress(OSError):  # a run goes on without a reader of its progress
+            print(text, file=self.stream, flush=True)
 
     def start(self, run: PendingRun) -> None:
         self.started[run] = self.clock()

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from commandline import TINY
+
+from tbbn.bench.runs.record import load_record
 
 
 def in_terminal(words: list[str], columns: int) -> tuple[int, str]:
@@ -58,3 +61,32 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     process.stdout.close()
     assert process.wait() == 0 and process.stderr.read() == b""
     process.stderr.close()
+
+
+@pytest.mark.parametrize("lanes", ["1", "2"])
+@pytest.mark.parametrize("closed", ["2>&1 | head -1", "2>&1 >/dev/null | true", ">&-", "2>&-", ">/dev/full"])
+def test_training_goes_on_when_nobody_reads(closed: str, lanes: str, tmp_path: Path) -> None:
+    words = ["run", *TINY, "--seeds", "2", "--out", str(tmp_path), "--name", "x", "--lanes", lanes]
+    command = f"{{ {shlex.join([sys.executable, '-m', 'tbbn.bench.cli.main', *words])}; echo $? > {tmp_path}/code; }}"
+    outside, _, inside = closed.partition("|")
+    command = f"{command} {outside}" + (f"| {inside}" if inside else "")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    code = int((tmp_path / "code").read_text())
+    are_results_written = closed in ("2>&1 >/dev/null | true", "2>&-")
+    assert (code == 0) == are_results_written
+    statuses = [load_record(tmp_path / "x" / f"ft-bn-{seed}").status for seed in (0, 1)]
+    assert statuses == ["finished", "finished"]
+
+
+def test_a_signal_without_a_reader_of_standard_error_stops_and_saves(tmp_path: Path) -> None:
+    words = ["run", *TINY, "--train.epochs", "2000", "--out", str(tmp_path), "--name", "x"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tbbn.bench.cli.main", *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    assert process.stderr is not None
+    process.stderr.readline()  # printed at the first step
+    process.stderr.close()
+    process.terminate()
+    assert process.wait(timeout=120) == 130
+    assert load_record(tmp_path / "x").status == "interrupted"

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from tbbn.bench.cli import data, inspect, speed, train, verify
 from tbbn.bench.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, Call
 from tbbn.bench.cli.settings import check_commas, split_plugins, split_settings
+from tbbn.bench.cli.streams import droppable_stderr, fill_closed_descriptors, to_nowhere
 from tbbn.errors import UserError, printable, unknown_name
 from tbbn.plugins import load_plugin
 
@@ -54,8 +55,14 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
+    fill_closed_descriptors()
+    with droppable_stderr():
+        return _exit_code(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _exit_code(words: list[str]) -> int:
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        return _run(words)
     except UserError as error:
         print(printable(f"tbbn: {error}"), file=sys.stderr)
         return EXIT_MISTAKE
@@ -63,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tbbn: interrupted; run the same command again to resume.", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader is gone. Flushing the rest at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        to_nowhere(sys.stdout)  # the reader is gone; flushing the rest at exit would fail again
+        # A reader such as head has seen enough of a list. Results of training that nobody read are another matter.
+        return EXIT_FAILED if split_plugins(words)[1][0] in train.COMMANDS else 0
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:
             print(printable(f"tbbn: {error.filename}: {error.strerror}."), file=sys.stderr)
@@ -93,6 +100,9 @@ def _run(words: list[str]) -> int:
     for plugin in plugins:
         load_plugin(plugin)
     code: int = args.call(args)
+    if sys.stdout is None:
+        print("tbbn: standard output is closed; the results could not be printed.", file=sys.stderr)
+        return code or EXIT_FAILED
     sys.stdout.flush()
     return code
 

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -20,7 +20,8 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
         # Not print: the signal may have arrived in the middle of one.
-        os.write(2, b"tbbn: stopping after this step and saving; press Ctrl-C again to quit now.\n")
+        with suppress(OSError):  # nobody may be reading
+            os.write(2, b"tbbn: stopping after this step and saving; press Ctrl-C again to quit now.\n")
 
     if threading.current_thread() is not threading.main_thread():  # Python handles signals there only
         yield lambda: False
