@@ -117,3 +117,17 @@ def test_a_kill_while_overwriting_leaves_the_old_run_or_the_new_one(call: int, o
         record = run_saved(tiny(seed=1), old)
         assert record.status == "finished" and len(record.accuracy) == 3
     assert no_problem(old) and not list(old.glob(".overwritten*"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"files": 3, "record": ""}', '{"files": ["../../mine"], "record": ""}', '{"files": [1], "record": ""}'],
+)
+def test_a_damaged_or_forged_list_of_files_is_refused_and_touches_nothing(text: str, old: Path) -> None:
+    (old.parent / "mine").write_text("mine")
+    (old / ".overwritten...").mkdir()  # with it, the forged name leads out of the folder
+    (old / ".overwritten.json").write_text(text)
+    before = contents(old.parent)
+    with pytest.raises(UserError, match=r"\.overwritten\.json: damaged; delete it"):
+        run_saved(tiny(), old)
+    assert contents(old.parent) == before

@@ -11,10 +11,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tbbn.bench.files import file_sha256, write_atomic
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.record import CONFIG, PREDICTIONS, RECORD
+from tbbn.errors import UserError
 
 # Everything a run writes into its folder besides its record.
 RUN_FILES = (CONFIG, PREDICTIONS, checkpoint.NEWEST, checkpoint.PREVIOUS, checkpoint.ARRIVING, checkpoint.TASKS)
@@ -41,7 +43,7 @@ def settle(directory: Path) -> None:
     """
     if not (directory / LIST).exists():
         return
-    old = json.loads((directory / LIST).read_bytes())
+    old = _read_list(directory / LIST)
     has_new_record = _record(directory) != old["record"]
     if not has_new_record:
         for name in set(_files(directory)) - set(old["files"]):
@@ -53,6 +55,18 @@ def settle(directory: Path) -> None:
         elif aside.exists():
             os.replace(aside, directory / name)
     (directory / LIST).unlink()
+
+
+def _read_list(file: Path) -> dict[str, Any]:
+    try:
+        old = json.loads(file.read_bytes())
+        if isinstance(old["record"], str) and all(Path(name).name == name for name in old["files"]):
+            return {"record": old["record"], "files": old["files"]}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise UserError(
+        f"{file}: damaged; delete it, and rename the files {ASIDE}* beside it to get an overwritten run back."
+    )
 
 
 def _files(directory: Path) -> list[str]:
