@@ -287,3 +287,9 @@ def test_a_run_without_a_checkpoint_has_no_network() -> None:
     assert json.loads(Path("kept/record.json").read_text())["data"]["shape"] == [3, 8, 8]
     with pytest.raises(UserError, match="kept: no checkpoint here, so there is no network to load"):
         tbbn.load("kept")[0].network()
+
+
+@pytest.mark.parametrize("lanes", [0, -1, 1.5, True, "many"])
+def test_a_wrong_number_of_lanes_is_one_line(lanes: Any) -> None:
+    with pytest.raises(UserError, match="lanes must be a whole number from 1 on, or 'auto'"):
+        tbbn.run("ft", "bn", "synthetic:4x6x2x8", lanes=lanes, quiet=True)

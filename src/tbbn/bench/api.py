@@ -50,7 +50,7 @@ def run(
     seeds: int | Sequence[int] | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
-    lanes: int | None = 1,
+    lanes: int | str | None = 1,
     quiet: bool = False,
     **settings: Any,
 ) -> Results:
@@ -67,10 +67,11 @@ def run(
         out: a folder to keep the runs in, as ``tbbn run`` does: the same call resumes them. By default nothing is written,
             and the results hold everything.
         overwrite: replace what is in ``out``, instead of resuming it.
-        lanes: runs in parallel on one GPU; None finds the number that is fastest.
+        lanes: runs in parallel on one GPU; "auto" or None finds the number that is fastest.
         quiet: show no progress.
         settings: any other setting, dotted (``**{"train.epochs": 5}``) or nested (``train={"epochs": 5}``).
     """
+    lanes = _lanes(lanes)
     given: dict[str, Any] = flatten(settings)
     axes, source = Axes(seeds=_seeds(seeds, given)), None
     for kind, value in (("method", method), ("norm", norm)):
@@ -98,7 +99,12 @@ def run(
 
 
 def sweep(
-    methods: Names | None = None, norms: Names | None = None, data: Any = None, *, lanes: int | None = None, **more: Any
+    methods: Names | None = None,
+    norms: Names | None = None,
+    data: Any = None,
+    *,
+    lanes: int | str | None = None,
+    **more: Any,
 ) -> Results:
     """:func:`run` for many methods and norms, with as many runs in parallel on a GPU as raise throughput."""
     return run(methods, norms, data, lanes=lanes, **more)
@@ -266,6 +272,14 @@ def _on_disk(
         )
     for pending, record in zip(runs, records, strict=True):
         yield Result(record, pending.directory, None, source)
+
+
+def _lanes(lanes: int | str | None) -> int | None:
+    if lanes is None or lanes == "auto":
+        return None
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+        raise UserError(f"tbbn.run: lanes must be a whole number from 1 on, or 'auto', got {lanes!r}.")
+    return lanes
 
 
 def _names(kind: str, value: Any) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from tbbn.bench.methods import Method, method
 from tbbn.bench.models import Network, backbone
 from tbbn.errors import UserError
 from tbbn.nn import convert, is_balanced, splits, wants_task_ids
+from tbbn.nn.plan import RULES
 
 
 def method_of(config: RunConfig) -> Method:
@@ -123,7 +124,9 @@ def full_batch(config: RunConfig, method: Method, task: int) -> tuple[int, int, 
     if not replays:  # a stream leaves room for memory rows from its first step
         return current, 0, 1
     memory *= method.memory_views(task)
-    return current, memory, splits(current, memory, task, config.norm.dict().get("rule", "paper"))
+    rule = config.norm.dict().get("rule")
+    # A norm of a plugin may have an option of that name with another meaning.
+    return current, memory, splits(current, memory, task, rule if rule in RULES else "paper")
 
 
 def image_shape(config: RunConfig, source: Source) -> tuple[int, int, int]:
