@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.data import loading
-from tbbn.bench.data.types import Source, Split
+from tbbn.bench.data.types import Part, Source
 from tbbn.bench.engine import Stepped
 from tbbn.bench.engine.forward import evaluation_pass
 from tbbn.bench.engine.loop import Run
@@ -38,12 +38,12 @@ def fake_cifar(n_train: int, n_test: int) -> Source:
     """Random images of CIFAR-100's shape; the time does not depend on their content."""
     generator = torch.Generator().manual_seed(0)
 
-    def split(n: int) -> Split:
+    def part(n: int) -> Part:
         images = torch.randint(256, (n, 3, 32, 32), generator=generator, dtype=torch.uint8)
-        return Split(images, torch.arange(n) % CLASSES)
+        return Part(images, torch.arange(n) % CLASSES)
 
     stats = (0.5, 0.5, 0.5)
-    return Source("fake", split(n_train), split(n_test), tuple(map(str, range(CLASSES))), stats, stats)
+    return Source("fake", part(n_train), part(n_test), tuple(map(str, range(CLASSES))), stats, stats)
 
 
 def config(threads: int) -> RunConfig:

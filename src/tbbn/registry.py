@@ -130,7 +130,7 @@ class Registry(Generic[T]):
         return self.entry(name).value
 
     def make(self, name: str, /, **offered: Any) -> Any:
-        """Call what a name stands for with those of the offered arguments that it names itself."""
+        """Call what is registered under a name, with those of the offered arguments that are among its parameters."""
         value: Any = self.get(name)
         wanted = inspect.signature(value).parameters
         for parameter in wanted.values():

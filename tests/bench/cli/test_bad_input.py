@@ -49,7 +49,7 @@ def write_set(root: Path, n_train: int = 3, side: int = 6) -> Path:
         ("--data.crop 9", r"data\.crop must be at most 8, images being 8x8, got 9\."),
         ("--data.size 100000", r"data\.size must be at most 4096, got 100000\."),
         ("--data.unreadable x", r"data\.unreadable must be fail or skip, got 'x'\."),
-        ("--data.validation 0.0 --train.keep best", r"train\.keep = 'best' needs a validation split"),
+        ("--data.validation 0.0 --train.keep best", r"train\.keep = 'best' needs validation images"),
         ("--threads 5000", r"threads must be at most 1024, got 5000\."),
         ("--train.clip_value 1e300", r"train\.clip_value must be at most 3\.4e\+38, got 1e\+300\."),
         ("--train.lr 1e300", r"train\.lr must be at most 3\.4e\+38, got 1e\+300\."),

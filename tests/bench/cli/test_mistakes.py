@@ -37,7 +37,7 @@ from tbbn.bench.cli.main import main
         ("run missing.toml", r"missing\.toml: no such config file\."),
         ("run demo extra", r"unrecognized arguments: extra"),
         ("run --data sythetic", r"unknown dataset 'sythetic'; .*Did you mean 'synthetic'\?"),
-        ("run --data synthetic:4x12x4x8 --data.tasks 3", r"4 classes do not split into 3 equal tasks"),
+        ("run --data synthetic:4x12x4x8 --data.tasks 3", r"4 classes do not divide into 3 equal tasks"),
         ("run --data folder:/nowhere", r"/nowhere"),
         ("run --data mnist --data.download false --data.root /nowhere", r"mnist"),
         ("list method", r"unknown list 'method'; .*Did you mean 'methods'\?"),

@@ -15,7 +15,7 @@ from tbbn.bench.cli.main import main
 from tbbn.bench.cli.train import must_compile_kernels
 from tbbn.bench.config.toml import tomllib
 from tbbn.bench.data import loading
-from tbbn.bench.data.types import Source, Split
+from tbbn.bench.data.types import Part, Source
 from tbbn.bench.runs import sweep
 from tbbn.bench.runs.pending import PendingRun
 from tbbn.bench.runs.record import load_record
@@ -203,11 +203,11 @@ def test_a_dry_run_prints_config_layout_and_steps_and_does_nothing(tmp_path: Pat
 
 
 def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def split(n_each: int) -> Split:
+    def part(n_each: int) -> Part:
         labels = torch.arange(100).repeat_interleave(n_each)
-        return Split(torch.zeros(1, 3, 32, 32, dtype=torch.uint8).expand(len(labels), -1, -1, -1), labels)
+        return Part(torch.zeros(1, 3, 32, 32, dtype=torch.uint8).expand(len(labels), -1, -1, -1), labels)
 
-    fake = Source("cifar100", split(500), split(100), tuple(map(str, range(100))), (0.5,) * 3, (0.5,) * 3)
+    fake = Source("cifar100", part(500), part(100), tuple(map(str, range(100))), (0.5,) * 3, (0.5,) * 3)
     monkeypatch.setattr(loading, "load", lambda *_, **__: fake)
     assert main(["run", "--data", "cifar100", "--protocol", "paper", "--norm", "tbbn", "--dry-run", "--json"]) == 0
     forecast = json.loads(capsys.readouterr().out)

@@ -56,10 +56,10 @@ PAIR = (IMAGES, LABELS)
 )
 def test_every_form_gives_the_same_bytes(part: Any) -> None:
     contents, (mean, std) = read_arrays("mine", (part, part))
-    for split in (contents.train, contents.test):
-        assert isinstance(split.images, torch.Tensor) and split.images.dtype == torch.uint8
-        assert np.array_equal(split.images.numpy(), IMAGES)
-        assert split.labels.tolist() == LABELS.tolist() and split.labels.dtype == torch.long
+    for part in (contents.train, contents.test):
+        assert isinstance(part.images, torch.Tensor) and part.images.dtype == torch.uint8
+        assert np.array_equal(part.images.numpy(), IMAGES)
+        assert part.labels.tolist() == LABELS.tolist() and part.labels.dtype == torch.long
     assert contents.classes == ("0", "1", "2", "3")
     assert mean == pytest.approx((IMAGES / 255).mean((0, 2, 3)), abs=1e-4)
     assert std == pytest.approx((IMAGES / 255).std((0, 2, 3)), abs=1e-4)

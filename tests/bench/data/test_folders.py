@@ -208,7 +208,7 @@ def write_imagenet(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tensors(source: Source) -> list[torch.Tensor]:
-    return [split.images.to("cpu") for split in (source.train, source.test)]
+    return [part.images.to("cpu") for part in (source.train, source.test)]
 
 
 def test_a_large_set_is_decoded_once_into_a_packed_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

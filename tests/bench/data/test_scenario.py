@@ -15,13 +15,13 @@ ICARL_START = (68, 56, 78, 8, 23, 84, 90, 65, 74, 76)
 def make_source(n_classes=100, per_class=20, test_per_class=3, groups=None, device="cpu"):
     """A source without images; labels cycle through the classes so that rows of a class are scattered."""
 
-    def split(n):
+    def part(n):
         return SimpleNamespace(images=None, labels=torch.arange(n_classes * n, device=device) % n_classes)
 
     return SimpleNamespace(
         name="toy",
-        train=split(per_class),
-        test=split(test_per_class),
+        train=part(per_class),
+        test=part(test_per_class),
         classes=tuple(f"c{i}" for i in range(n_classes)),
         groups=tuple(groups or [0] * n_classes),
     )
@@ -157,12 +157,12 @@ def test_an_explicit_order_overrides_the_grouping():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_tasks": 7}, "100 classes do not split into 7 equal tasks; use 1, 2, 4, 5, 10, 20, 25, 50, 100"),
+        ({"n_tasks": 7}, "100 classes do not divide into 7 equal tasks; use 1, 2, 4, 5, 10, 20, 25, 50, 100"),
         ({"n_tasks": 0}, "n_tasks must be at least 1, got 0"),
         ({"n_tasks": 3, "base_classes": -1}, "base_classes must not be negative, got -1"),
         ({"n_tasks": 2, "base_classes": 100}, "must leave classes for later tasks: 100 of 100"),
         ({"n_tasks": 5, "base_classes": 90}, r"10 classes after a base of 90 .* 4 equal tasks; .* 2, 3, 6, 11$"),
-        ({"n_tasks": 1, "base_classes": 90}, "do not split into 0 equal tasks"),
+        ({"n_tasks": 1, "base_classes": 90}, "do not divide into 0 equal tasks"),
         ({"n_tasks": 2, "class_order_seed": -1}, r"class_order_seed must be in \[0, 2\*\*32\), got -1"),
         ({"n_tasks": 2, "validation": 1.0}, r"validation is a fraction in \[0, 1\), got 1.0"),
         ({"n_tasks": 2, "class_order": "icral"}, "unknown class order 'icral'.*Did you mean 'icarl'"),

@@ -68,7 +68,7 @@ def test_synthetic_images_are_the_same_each_time_and_of_the_asked_kind() -> None
 
 def test_synthetic_classes_can_be_learnt_but_not_by_looking_at_one_image() -> None:
     source = load("synthetic")
-    train, test = (split.images.float().flatten(1) for split in (source.train, source.test))
+    train, test = (part.images.float().flatten(1) for part in (source.train, source.test))
     means = torch.stack([train[source.train.labels == label].mean(0) for label in range(20)])
     by_mean = (torch.cdist(test, means).argmin(1) == source.test.labels).float().mean()
     by_one = (torch.cdist(test, train[::40]).argmin(1) == source.test.labels).float().mean()

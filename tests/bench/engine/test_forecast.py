@@ -10,7 +10,7 @@ from tinyrun import tiny
 
 from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.data import loading
-from tbbn.bench.data.types import Source, Split
+from tbbn.bench.data.types import Part, Source
 from tbbn.bench.engine.forecast import forecast
 from tbbn.bench.engine.setup import scenario_of
 from tbbn.errors import UserError
@@ -19,12 +19,12 @@ from tbbn.errors import UserError
 def cifar(*_: Any, **__: Any) -> Source:
     """A data set of CIFAR-100's sizes whose images are all one."""
 
-    def split(n_each: int) -> Split:
+    def part(n_each: int) -> Part:
         labels = torch.arange(100).repeat_interleave(n_each)
-        return Split(torch.zeros(1, 3, 32, 32, dtype=torch.uint8).expand(len(labels), -1, -1, -1), labels)
+        return Part(torch.zeros(1, 3, 32, 32, dtype=torch.uint8).expand(len(labels), -1, -1, -1), labels)
 
     stats = (0.5, 0.5, 0.5)
-    return Source("cifar100", split(500), split(100), tuple(map(str, range(100))), stats, stats)
+    return Source("cifar100", part(500), part(100), tuple(map(str, range(100))), stats, stats)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_only_the_tasks_to_be_learnt_are_forecast() -> None:
 
 
 def test_what_cannot_run_cannot_be_forecast() -> None:
-    with pytest.raises(UserError, match=r"100 classes do not split into 7 equal tasks"):
+    with pytest.raises(UserError, match=r"100 classes do not divide into 7 equal tasks"):
         forecast(paper(data__tasks=7))
     with pytest.raises(UserError, match=r"unknown augmentation 'crop'"):
         forecast(tiny(batch__augment="crop"))

@@ -26,8 +26,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packed")
     made = load("synthetic:6x12x5x8")
     for part in ("train", "test"):
-        split = getattr(made, part)
-        for row, (image, label) in enumerate(zip(split.images, split.labels.tolist(), strict=True)):
+        stored = getattr(made, part)
+        for row, (image, label) in enumerate(zip(stored.images, stored.labels.tolist(), strict=True)):
             file = root / "set" / part / f"{label}" / f"{row:03}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             PIL.Image.fromarray(image.permute(1, 2, 0).numpy()).save(file)

@@ -40,7 +40,7 @@ def test_eeil_s_second_phase(world: Any) -> None:
     eeil = method("eeil", {"balanced_epochs": 7})
     phase = eeil.phases(world.context(eeil, number=1))[1]
     assert (phase.rows, phase.epochs, phase.lr_factor, phase.schedule) == ("balanced", 7, 0.01, "constant")
-    assert phase.trainable == "all" and phase.network_mode == "train"
+    assert phase.trainable == "all" and not phase.eval_mode
     quirky = method("eeil", {"unbalanced_phase": True})
     assert quirky.phases(world.context(quirky, number=1))[1].rows == "replay"
 
@@ -84,7 +84,7 @@ def test_bic_fits_the_newest_correction_and_never_in_the_main_phase(world: Any) 
     assert isinstance(head, BiasCorrectedHead)
     main, phase = bic.phases(context)
     assert (phase.rows, phase.epochs, phase.momentum, phase.weight_decay) == ("holdout", 200, 0.9, 0.0)
-    assert (phase.network_mode, phase.schedule, phase.keep) == ("eval", "constant", "last")
+    assert (phase.eval_mode, phase.schedule, phase.keep) == (True, "constant", "last")
     assert ids(bic.parameters(context.network, phase.trainable)) == {id(head.alphas[2]), id(head.betas[2])}
     left_out = ids(list(context.network.parameters())) - ids(bic.parameters(context.network, main.trainable))
     assert left_out == ids([*head.alphas, *head.betas])

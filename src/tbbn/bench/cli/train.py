@@ -43,7 +43,7 @@ def _add_run_options(run: argparse.ArgumentParser, lanes: str) -> None:
     run.set_defaults(takes_settings=True)
     run.add_argument("recipe", nargs="?", help="a recipe's name (tbbn list recipes) or a TOML file")
     run.add_argument("--norm", help="norms, comma-separated, options in brackets: bn,cn(groups=8),tbbn")
-    run.add_argument("--method", help="methods, likewise: ft,lucir")
+    run.add_argument("--method", help="methods, comma-separated, options in brackets: ft,eeil(kd=2)")
     run.add_argument("--data", help="data set: cifar100, folder:PATH, ... (tbbn list datasets)")
     run.add_argument("--seeds", help="number of seeds, or a list: 3, or 0,1,2")
     run.add_argument("--name", help="folder under --out (default: made from the settings)")

@@ -64,7 +64,7 @@ PAPER_DATA: dict[str, Values] = {
         "data.validation": 0.0,
         "train.keep": "last",
         "batch.last": "short",
-    },  # too few images for a validation split
+    },  # too few images to hold some out
     "cifar10": {"batch.augment": "padded-resized"},
     "cifar100": {"batch.augment": "padded-resized"},
     "dissimilar": {"batch.augment": "padded-resized"},

@@ -21,8 +21,8 @@ def resolve(*layers: Layer | Values, **settings: Any) -> RunConfig:
     """The config of these layers; a later one overrides an earlier one, keywords come last.
 
     A layer is a mapping of settings, or a pair ``("where", mapping)`` whose name stands in errors. Names are dotted
-    (``{"train.epochs": 2}``) or nested (``{"train": {"epochs": 2}}``). Options of a norm or method that stand beside its name
-    are dropped where a later layer has another name; those without a name are kept for any.
+    (``{"train.epochs": 2}``) or nested (``{"train": {"epochs": 2}}``). If a layer names a norm and gives its options, a later
+    layer with another norm drops those options. Options in a layer that names no norm are kept. Methods work the same way.
 
     >>> resolve({"method": "eeil", "train.epochs": 2}, seed=1).label
     'eeil + bn'
@@ -164,7 +164,7 @@ def _checked_value(key: str, value: Any, where: str) -> Any:
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """The value as this type; a whole number will do for a number, a list for a tuple, and nothing else for another type."""
+    """The value as this type: an int becomes a float, a list a tuple; every other mismatch is a TypeError."""
     if kind in (tuple[str, ...], tuple[float, ...]) and isinstance(value, list | tuple):
         inner = float if kind == tuple[float, ...] else str
         return tuple(_typed(inner, v) for v in value)

@@ -101,7 +101,7 @@ class DataConfig:
     unreadable: str = setting("fail", "an unreadable image file stops the run, or is skipped", choices=("fail", "skip"))
     size: int = setting(0, "side of the stored images; 0 keeps the original size", least=0, most=4096)
     crop: int = setting(0, "side of the network's input; 0 is the stored size", least=0, most=4096)
-    tasks: int = setting(5, "number of tasks the classes are split into", least=1, most=_MANY)
+    tasks: int = setting(5, "number of tasks the classes are divided into", least=1, most=_MANY)
     stop_after: int = setting(0, "train only this many tasks; 0 trains all", least=0, most=_MANY)
     base_classes: int = setting(0, "classes of the first task; 0 makes all tasks equal", least=0, most=_MANY)
     class_order: str = setting("seed", "order of the classes: seed, natural, icarl, or class numbers as 3,1,0,2")

@@ -17,11 +17,11 @@ from tbbn.bench.data.types import Batch
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What all batches of a block have in common: their layout, and how many tasks and classes came before."""
+    """What all batches of a block share: their layout, and the number of past tasks and of classes."""
 
     n_current: int
     n_memory: int  # stored rows; each is seen in `views` views
-    views: int  # the first view is augmented like any row, the others strongly
+    views: int  # the first view is augmented like a current row, the others strongly
     past_tasks: int
     n_old_classes: int
     n_classes: int
@@ -29,18 +29,18 @@ class BatchSpec:
 
     @property
     def base_rows(self) -> int:
-        """Rows without the further views."""
+        """Current rows, and memory rows in their first view."""
         return self.n_current + self.n_memory
 
     @property
     def extra_rows(self) -> int:
-        """Rows of the further views; they follow the base rows."""
+        """Memory rows in their further views; they follow the base rows."""
         return self.n_memory * (self.views - 1)
 
 
 @dataclass(frozen=True, eq=False)
 class EpochBlock:
-    """Consecutive steps of one spec, with everything random about them drawn, on the device."""
+    """Consecutive batches of one spec: their rows and augmentation parameters, drawn in advance, on the device."""
 
     spec: BatchSpec
     index: Tensor  # (steps, base_rows + extra_rows) int64 rows of source.train
@@ -53,14 +53,14 @@ class EpochBlock:
 
 @dataclass(frozen=True, eq=False)
 class BatchMaker:
-    """Turns rows of a training split into batches. Everything random is in `draw`; nothing in `make_batch` is, or waits."""
+    """Turns training rows into batches. `draw` makes every random choice; `make_batch` makes none and never waits."""
 
     data: DeviceDataset
     augment: Augment
     strong: Augment  # of the further views of memory rows
 
     def draw(self, block: IndexBlock, spec: BatchSpec, generator: torch.Generator) -> EpochBlock:
-        """Draw the augmentation parameters of a block on the CPU, and send all of it to the device at once."""
+        """Draw the augmentation parameters of a block on the CPU, and send rows and parameters to the device."""
         index, steps, device = block.index, block.steps, self.data.labels.device
         size = (self.data.images.shape[2], self.data.images.shape[3])
         drawn = [self.augment.draw(steps * spec.base_rows, generator, size)]

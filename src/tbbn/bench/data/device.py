@@ -1,4 +1,4 @@
-"""A split of the data on the run's device: all of it, or batches prefetched from disk."""
+"""One part of the data, train or test, on the run's device: all of it, or batches prefetched from disk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAX_SHARE = 0.5  # "auto" streams a set that would take more than this share of
 
 @dataclass(frozen=True, eq=False)
 class DeviceDataset:
-    """A split on the run's device, and how it becomes network input.
+    """One part of the data on the run's device, and how it becomes network input.
 
-    `prefetched` arguments end with the images that `prefetch` read for the batch; they hold none if nothing is streamed.
+    The last tensor of a `prefetched` argument holds the images that `prefetch` read; if nothing is streamed it is ignored.
     """
 
     images: Tensor | StreamedImages  # (N, C, H, W) uint8
@@ -33,13 +33,13 @@ class DeviceDataset:
     memory_format: torch.memory_format
 
     def prefetch(self, batches: Iterable[Tensor]) -> Prefetch:
-        """Start reading the images of these batches of rows; yields nothing to read if all images are on the device."""
+        """Read the images of these batches ahead of time; does nothing if all images are on the device."""
         if isinstance(self.images, StreamedImages):
             return self.images.prefetch([rows.cpu() for rows in batches])
         return NoPrefetch()
 
     def locate(self, rows: Tensor, prefetched: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The tensor that holds the images of `rows`, and their rows in it; None: all of them, in order."""
+        """A tensor with the images of `rows`, and their positions in it, or None if it holds just these, in order."""
         return (prefetched[-1], None) if isinstance(self.images, StreamedImages) else (self.images, rows)
 
     def gather(self, rows: Tensor, prefetched: Sequence[Tensor]) -> Tensor:

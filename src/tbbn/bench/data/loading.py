@@ -11,7 +11,7 @@ import torch
 
 from tbbn.bench.data.sources import arrays, bundled, folders, official, packed
 from tbbn.bench.data.sources.contents import Stats, make_source
-from tbbn.bench.data.types import UNREADABLE, Progress, Source, Split
+from tbbn.bench.data.types import UNREADABLE, Part, Progress, Source
 from tbbn.errors import UserError, unknown_name
 from tbbn.registry import DATASETS
 
@@ -53,7 +53,7 @@ def load(
 
 
 def found(root: str | Path = "data") -> dict[str, bool]:
-    """Whether each named data set is present under `root`; looks at paths only."""
+    """Whether each built-in data set is present under `root`. Only looks for the files; reads none."""
     root = Path(root).expanduser()
     present = {**bundled.present(), **official.present(root), **folders.present(root)}
     return present | {"dissimilar": all(present[name] for name in _DISSIMILAR)}
@@ -88,19 +88,19 @@ def _load_sequence(name: str, names: list[str] | tuple[str, ...], arguments: dic
     """Several data sets as one, of one size and in RGB; the class ids of each follow those of the one before."""
     arguments = {**arguments, "size": arguments["size"] or _SEQUENCE_SIZE}
     sources = [_load_one(part, arguments) for part in names]
-    splits = []
-    for part in ("train", "test"):
+    parts = []
+    for kind in ("train", "test"):
         images, labels, offset = [], [], 0
         for source in sources:
-            split: Split = getattr(source, part)
-            images.append(split.images.to("cpu").expand(-1, 3, -1, -1))
-            labels.append(split.labels + offset)
+            part: Part = getattr(source, kind)
+            images.append(part.images.to("cpu").expand(-1, 3, -1, -1))
+            labels.append(part.labels + offset)
             offset += len(source.classes)
-        splits.append(Split(torch.cat(images), torch.cat(labels)))
+        parts.append(Part(torch.cat(images), torch.cat(labels)))
     classes = tuple(f"{source.name}/{label}" for source in sources for label in source.classes)
     groups = tuple(i for i, source in enumerate(sources) for _ in source.classes)
     skipped = tuple(file for source in sources for file in source.skipped)
-    return Source(name, splits[0], splits[1], classes, *_SEQUENCE_STATS, groups, skipped)
+    return Source(name, parts[0], parts[1], classes, *_SEQUENCE_STATS, groups, skipped)
 
 
 def _dissimilar(

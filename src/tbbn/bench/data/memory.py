@@ -17,7 +17,7 @@ SHRINKS = ("truncate", "reselect")
 
 @dataclass(frozen=True, eq=False)
 class Reservoir:
-    """Reservoir sampling: a uniform sample of at most `budget` rows of a stream of which `seen` rows have passed."""
+    """Reservoir sampling: a uniform sample of at most `budget` of the `seen` rows of a stream so far."""
 
     budget: int
     index: Tensor  # (min(seen, budget),) int64 rows of source.train, by slot

@@ -64,10 +64,10 @@ def epoch_blocks(
 ) -> list[IndexBlock]:
     """An epoch over the rows `current` and `memory`: its steps in order, in blocks of equal layout.
 
-    Both sets are passed over in random order, in pieces of their share of the batch; the last piece of a pass is short if
-    the share does not divide the set. `length` says whose pass is the epoch: that of "current", "memory", or the
-    "longer". The other set is cut, or repeated with a fresh permutation for each pass. `last="drop"` leaves out every
-    step in which either set is short, as the paper's code does; "short" keeps them.
+    Each step takes the next rows of a random permutation of either set. At the end of a permutation fewer rows than the
+    set's share of a batch may be left; such a step is short. `last="drop"` leaves out steps in which either set is short,
+    as the paper's code does; "short" keeps them. The epoch is one pass over `length`: "current", "memory", or the "longer"
+    of the two. The other set is cut, or permuted anew for each further pass.
 
     Without memory, a batch holds batch_size current rows. Fewer current rows than their share make smaller batches;
     fewer memory rows than their share repeat within a batch.
@@ -101,7 +101,7 @@ def online_blocks(
     without: Tensor | None = None,
     generator: torch.Generator,
 ) -> tuple[list[IndexBlock], Reservoir]:
-    """A single pass over `current`, with a reservoir that takes in each batch after its step; and the final reservoir.
+    """A single pass over `current` and the reservoir after it. Each batch is offered to the reservoir after its step.
 
     The content of a reservoir depends on the stream and the generator, never on the network, so the whole pass is
     sampled in advance. A step draws its memory rows without replacement (fewer rows than their share repeat), and none
@@ -110,7 +110,7 @@ def online_blocks(
     """
     n_current, n_memory = batch_layout(batch_size, ratio)
     steps = steps_per_epoch(len(current), 0, batch_size=batch_size, ratio=ratio, last=last, online=True)
-    # On the CPU whatever the device: a GPU would be waited for at each of hundreds of tiny steps.
+    # On the CPU: on a GPU the host would wait for each of hundreds of tiny operations.
     order = current.cpu()[torch.randperm(len(current), generator=generator)]
     before = reservoir.index.cpu()
     state = Reservoir(reservoir.budget, before, reservoir.seen)

@@ -1,4 +1,4 @@
-"""A scenario splits a source into tasks: which classes arrive when, and which rows train, validate and test each task."""
+"""A scenario divides a source into tasks: which classes arrive when, and which rows train, validate and test each task."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make_scenario(
     validation: float = 0.0,
     seed: int = 0,
 ) -> Scenario:
-    """Split `source` into `n_tasks` tasks of disjoint classes; every image belongs to exactly one task.
+    """Divide `source` into `n_tasks` tasks of disjoint classes; every image belongs to exactly one task.
 
     All tasks have equally many classes; with `base_classes`, the first task has these and the others share the rest
     equally. `class_order` is "seed" (a permutation by `class_order_seed`), "natural", "icarl" (the order of iCaRL, for 100
@@ -99,7 +99,7 @@ def _task_sizes(n_classes: int, n_tasks: int, base_classes: int) -> list[int]:
     if not base_classes:
         if n_classes % n_tasks:
             fitting = ", ".join(map(str, _divisors(n_classes)))
-            raise UserError(f"scenario: {n_classes} classes do not split into {n_tasks} equal tasks; use {fitting}")
+            raise UserError(f"scenario: {n_classes} classes do not divide into {n_tasks} equal tasks; use {fitting}")
         return [n_classes // n_tasks] * n_tasks
     rest = n_classes - base_classes
     if rest <= 0:
@@ -107,7 +107,7 @@ def _task_sizes(n_classes: int, n_tasks: int, base_classes: int) -> list[int]:
     if n_tasks == 1 or rest % (n_tasks - 1):
         fitting = ", ".join(str(1 + divisor) for divisor in _divisors(rest))
         raise UserError(
-            f"scenario: the {rest} classes after a base of {base_classes} do not split into {n_tasks - 1} equal tasks; "
+            f"scenario: the {rest} classes after a base of {base_classes} do not divide into {n_tasks - 1} equal tasks; "
             f"use n_tasks (the base counts as one) {fitting}"
         )
     return [base_classes] + [rest // (n_tasks - 1)] * (n_tasks - 1)
@@ -155,7 +155,7 @@ def _tasks_of_groups(groups: list[int], n_tasks: int, class_order: str, class_or
         if len(classes) % per_group:
             fitting = ", ".join(str(d * len(names)) for d in _divisors(len(classes)))
             raise UserError(
-                f"scenario: data set {name} has {len(classes)} classes, which do not split into {per_group} equal "
+                f"scenario: data set {name} has {len(classes)} classes, which do not divide into {per_group} equal "
                 f"tasks; use n_tasks {fitting}"
             )
     if class_order == "natural":

@@ -1,4 +1,4 @@
-"""The types that the rest of the bench passes around: splits, data sources and batches."""
+"""The types that the rest of the bench passes around: data sources, their two parts, and batches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ UNREADABLE = ("fail", "skip")  # what to do with an image file that cannot be re
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
-    """Training or test part of a data set: images (N, C, H, W) uint8, in memory or packed on disk, and their labels."""
+class Part:
+    """The training or the test part of a data set: images (N, C, H, W) uint8, in memory or packed on disk, and their labels."""
 
     images: Tensor | PackedImages
     labels: Tensor  # (N,) int64, the data set's own class ids
@@ -24,7 +24,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Listing:
-    """The image files of a split, and the class id of each."""
+    """The image files of one part, and the class id of each."""
 
     files: tuple[Path, ...]
     labels: tuple[int, ...]
@@ -32,11 +32,11 @@ class Listing:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A whole data set: both splits, the class names in the order of their ids, and channel statistics in [0, 1]."""
+    """A whole data set: both parts, the class names in the order of their ids, and channel statistics in [0, 1]."""
 
     name: str
-    train: Split
-    test: Split
+    train: Part
+    test: Part
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]

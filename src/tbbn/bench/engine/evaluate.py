@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ from tbbn.bench.models import Network, Output
 from tbbn.errors import UserError
 
 
+class Evaluation(NamedTuple):
+    """The results after a task. Accuracies and predictions are over every test image of the tasks so far."""
+
+    accuracy: list[float]  # of each task: class-IL, the prediction is among all classes so far
+    task_il: list[float]  # of each task: task-IL, the prediction is among the classes of the image's task
+    errors: dict[str, int]  # of each type: C->C, C->P, P->C, P->P
+    predictions: Tensor  # class-IL, int16
+
+
 def evaluate(
     task: Task,
     config: RunConfig,
@@ -25,11 +34,8 @@ def evaluate(
     method: Method,
     network: Network,
     test_data: DeviceDataset,
-) -> tuple[dict[str, Any], Tensor]:
-    """What the record gets after a task, and the predictions.
-
-    Class-IL accuracy is over all classes so far, task-IL over the classes of the image's task.
-    """
+) -> Evaluation:
+    """Evaluate the network after a task."""
     rows = torch.cat([evaluated_rows(config, t) for t in scenario.tasks[: task.number + 1]])
     labels = scenario.test_labels[rows]
     class_task = task_of_class(scenario)
@@ -37,12 +43,12 @@ def evaluate(
     class_il, task_il = _predict(rows, image_task, class_task[: task.classes.stop], config, method, network, test_data)
     of_task = [image_task == t for t in range(task.number + 1)]
     confusion = confusion_of(labels, class_il, task.classes.stop)
-    row = {
-        "accuracy": [(class_il == labels)[mask].double().mean().item() for mask in of_task],
-        "task_il": [(task_il == labels)[mask].double().mean().item() for mask in of_task],
-        "errors": metrics.confusion_error_types(confusion, task.classes.start),
-    }
-    return row, class_il.to(torch.int16)
+    return Evaluation(
+        accuracy=[(class_il == labels)[mask].double().mean().item() for mask in of_task],
+        task_il=[(task_il == labels)[mask].double().mean().item() for mask in of_task],
+        errors=metrics.confusion_error_types(confusion, task.classes.start),
+        predictions=class_il.to(torch.int16),
+    )
 
 
 def _predict(

@@ -55,16 +55,16 @@ def forecast(config: RunConfig) -> list[TaskForecast]:
             last=config.batch.last,
             online=config.data.online and not method.all_data,
         )
-        current, memory, splits = full_batch(config, method, task.number)
+        batch = full_batch(config, method, task.number)
         entries.append(
             TaskForecast(
                 task=task.number,
                 classes=len(task.classes),
                 images=images,
                 exemplars=round(sum(kept)),
-                current=current,
-                memory=memory,
-                splits=splits,
+                current=batch.current,
+                memory=batch.memory,
+                splits=batch.splits,
                 steps=steps,
                 epochs=config.train.epochs,
             )

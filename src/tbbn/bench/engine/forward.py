@@ -1,4 +1,4 @@
-"""How a batch passes through a network: in training with its layout, in evaluation without."""
+"""Forward passes: in training, where norms may need the batch's layout, and in evaluation."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TrainingForward:
     """The training forward of a batch [current ; memory]: inside ``balance`` where the norms take a layout."""
 
     past_tasks: int
-    takes_layout: bool  # whether the network has norms that do
+    takes_layout: bool  # whether the network has norms that need it
     class_task: Tensor | None = None  # (classes,) the task of each class, where a norm wants task ids
     separate: bool = False  # forward current and memory rows one after the other, as some released programs do
 
     def __call__(self, network: Network, batch: Batch, call: Callable[[Tensor], Output] | None = None) -> Output:
-        """``call`` takes the place of ``network(images)``: the same modules with other tensors."""
+        """Forward a batch. ``call`` may replace ``network(images)``, to run the same modules with other weights."""
         call = network if call is None else call
         if self.separate and batch.n_memory:
             return _joined(call(batch.images[batch.current]), call(batch.images[batch.memory]))
@@ -63,8 +63,8 @@ def _joined(first: Output, second: Output) -> Output:
 class WorkingCopies:
     """A network that computes with bf16 copies of its convolution weights.
 
-    Autocast makes the same copies one launch at a time, and casts each gradient back in another: a quarter of the launches of
-    a ResNet-32 step. Here all copies are made in one launch, and all gradients cast in one.
+    Autocast copies each weight and casts each gradient in a launch of its own: a quarter of all launches of a ResNet-32 step.
+    Here one launch makes all copies, and one casts all gradients.
     """
 
     def __init__(self, network: Network) -> None:
@@ -100,7 +100,7 @@ class WorkingCopies:
 
 @torch.no_grad()
 def evaluation_forward(network: Network, images: Tensor, precision: str) -> Output:
-    """A forward in eval mode. The head computes in float32: in bf16 one prediction in a hundred is a tie of two logits."""
+    """A forward in eval mode. The head computes in float32: in bf16 one prediction in a hundred would be a tie of logits."""
     with autocast(precision, images.device):
         features = network.backbone(images)
     return network.classify(replace(features, pooled=features.pooled.float()))

@@ -33,12 +33,12 @@ def run_lanes(
     on_end: Callable[[int, Record], None] | None = None,
     stop: Stop | None = None,
 ) -> list[Record]:
-    """Do the runs, ``n_lanes`` in parallel. Returns the records in the order of the configs, each equal to the run alone.
+    """Do the runs, ``n_lanes`` in parallel. Returns one record per config; each equals that of the run alone.
 
-    ``n_lanes=None`` finds the number while the runs work, on a GPU; a CPU gets one lane. ``drive`` makes the events of run
-    number ``i``; it may do more around them, such as saving. Once ``stop`` says yes, no other run starts and those at work end
-    as "interrupted". A run that fails leaves the others alone. If no run could start, the first error is raised and ``on_end``
-    is not called.
+    With ``n_lanes=None`` a GPU gets as many lanes as raise the throughput, found while the runs work; a CPU gets one.
+    ``drive(i, run)`` makes the events of run ``i``, and may do more between them, such as saving. Once ``stop()`` is true, no
+    other run starts and active runs end as "interrupted". If a run fails, the others go on. If no run could start, the first
+    error is raised and ``on_end`` is not called.
     """
     shared = {(config.precision, config.threads, config.autotune) for config in configs}
     if len(shared) > 1:
@@ -149,7 +149,7 @@ class LaneTuner:
 
     It counts finished epochs, not steps, since a step is enqueued long before it is done. After a lane is added, its first
     epoch is not measured, because kernels are compiled and graphs captured in it; then every lane does at least one whole epoch.
-    A lane that did not pay is measured once more: something else may have been at work on the device.
+    A lane that brought no gain is measured once more, because another process may have used the device.
     """
 
     def __init__(

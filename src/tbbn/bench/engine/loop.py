@@ -1,6 +1,7 @@
 """The training loop, the only one.
 
-A run learns its tasks one after the other. A task has one or more phases, each a stretch of epochs with one loss::
+A run learns its tasks one after the other. A task has one or more phases: stretches of training with their own rows, epochs,
+learning rate and loss::
 
     for task in tasks:
         grow the head; method.before_task
@@ -10,10 +11,19 @@ A run learns its tasks one after the other. A task has one or more phases, each 
         method.after_training; choose exemplars; method.after_task
         evaluate every task so far
 
-A run is a generator: it yields an event after every step it has enqueued, and whenever it is about to wait for the device.
-Whoever drives it may show progress, save, stop, or let another run work on the same device meanwhile.
+The values it passes around:
 
-Everything random is a function of the seed, the task, the phase and the epoch. So the state of a run is its position, the
+    Position        the next step to train: task, phase, epoch and step, all from 0
+    TaskContext     the task being learnt, with its rows, memory, network and previous network; methods get it too
+    PhaseRows       the training rows of a phase, chosen when it begins
+    EpochBlock      consecutive batches of an epoch with the same spec, drawn in advance: rows and augmentation parameters
+    BatchSpec       the number of current and memory rows of a batch; full and short batches have different specs
+    Step            trains on a batch of one spec; on a GPU it is captured once as a CUDA graph and replayed
+
+A run is a generator: it yields an event after every step it has enqueued, and whenever it is about to wait for the device.
+The caller may show progress, save, stop, or let another run work on the same device meanwhile.
+
+Every random choice is a function of the seed, the task, the phase and the epoch. So the state of a run is its position, the
 weights, the optimiser's momentum, the best epoch so far, the memory and the record.
 """
 
@@ -25,6 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +49,7 @@ from tbbn.bench.engine.evaluate import evaluate
 from tbbn.bench.engine.events import Diverged, EpochEnded, Event, Position, Stepped, TaskEnded, Waiting
 from tbbn.bench.engine.phase import PhaseSettings, all_finite, make_optimizer, set_lr
 from tbbn.bench.engine.record import Record, digest
-from tbbn.bench.engine.step import Step, describe_divergence, read_totals
+from tbbn.bench.engine.step import SavedTotals, Step, describe_divergence, read_totals
 from tbbn.bench.engine.task import EngineTaskContext, PhaseRows
 from tbbn.bench.engine.torch_settings import torch_settings
 from tbbn.bench.methods import Phase
@@ -47,6 +58,13 @@ from tbbn.errors import UserError
 
 Stop = Callable[[], bool]
 MIN_CAPTURED_STEPS = 8  # a block of fewer steps is not worth a CUDA graph
+
+
+class BestEpoch(NamedTuple):
+    """The epoch of a phase with the lowest validation loss so far."""
+
+    loss: float
+    weights: dict[str, Tensor]
 
 
 class Run:
@@ -64,17 +82,18 @@ class Run:
         self.test_data = setup.on_device(config, self.source, self.scenario, "test", self.device)
         self.maker = setup.batch_maker(config, self.train_data)
         self.network = self.make_network()
-        self.previous: Network | None = None  # the network after the task before, frozen; where the method wants it
+        # The network after the task before, frozen. None in the first task, and for methods that do not need it.
+        self.previous: Network | None = None
         self.record = setup.record_of(config, self.source, self.scenario, self.network, self.device)
         self.position = Position()
         # Of the phase being trained:
         self.rows: PhaseRows | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.steps: dict[BatchSpec, Step] = {}
-        self.best: tuple[float, dict[str, Tensor]] | None = None  # loss and weights of the best epoch so far
-        # Left by a checkpoint for the phase it was saved in:
-        self.restored_momentum: dict[str, Tensor] = {}
-        self.restored_totals: dict[BatchSpec, tuple[list[str], Tensor, int, int]] = {}
+        self.best: BestEpoch | None = None  # with train.keep = "best"
+        # Read from a checkpoint, and used when the interrupted phase goes on:
+        self.restored_momentum: dict[str, Tensor] = {}  # by the parameter's position in the optimiser
+        self.restored_totals: dict[BatchSpec, SavedTotals] = {}  # loss sums of the interrupted epoch
 
     def make_network(self) -> Network:
         """A fresh network on the device."""
@@ -111,7 +130,7 @@ class Run:
             self.method.before_task(context)
         phases = self.method.phases(context)
         if is_resumed and self.config.data.online:
-            # Draw the pass over the stream once more, to know what it leaves in the memory.
+            # Draw the pass over the stream again: the draw decides which rows are stored in the memory.
             context.draw(context.phase_rows("replay"), phases[0].name, 0)
         while self.position.phase < len(phases):
             yield from self._train_phase(context, phases[self.position.phase])
@@ -120,12 +139,17 @@ class Run:
         if self.method.uses_memory:
             self.memory = context.memory = context.updated_memory()
         self.method.after_task(context)
-        row, predictions = evaluate(task, self.config, self.scenario, self.method, self.network, self.test_data)
-        row["splits"] = setup.full_batch(self.config, self.method, task.number)[2]
-        row["exemplars"] = len(self.memory)
-        row["weights"] = digest(self.network.state_dict())
+        result = evaluate(task, self.config, self.scenario, self.method, self.network, self.test_data)
+        entries = {
+            "accuracy": result.accuracy,
+            "task_il": result.task_il,
+            "errors": result.errors,
+            "splits": setup.full_batch(self.config, self.method, task.number).splits,
+            "exemplars": len(self.memory),
+            "weights": digest(self.network.state_dict()),
+        }
         # One assignment: an exception or a signal leaves the record with the whole task or without it.
-        self.record = self.record.with_task(task.number, row, predictions, time.perf_counter() - started)
+        self.record = self.record.with_task(task.number, entries, result.predictions, time.perf_counter() - started)
         self.previous = self.network.teacher() if self.method.needs_previous else None
         self.position = Position(task.number + 1)
         yield TaskEnded(task.number, self.record.accuracy[-1], len(self.memory))
@@ -148,7 +172,7 @@ class Run:
         parameters = self._trainable(phase)
         if (self.position.epoch, self.position.step) == (0, 0):
             self.rows, self.best = context.phase_rows(phase.rows), None
-        assert self.rows is not None
+        assert self.rows is not None  # chosen above, or restored from the checkpoint
         self.optimizer, self.restored_momentum = make_optimizer(parameters, settings, self.restored_momentum), {}
         self.steps = {}
         blocks: list[EpochBlock] = []
@@ -157,7 +181,7 @@ class Run:
         while self.position.epoch < settings.epochs:
             epoch, lr = self.position.epoch, settings.lr_at(self.position.epoch)
             set_lr(self.optimizer, lr)
-            self.network.train(phase.network_mode == "train")
+            self.network.train(not phase.eval_mode)
             yield from self._train_epoch(context, phase, settings, blocks, parameters)
             # Enqueue all that this epoch still needs, and draw the next one, before waiting for the device.
             is_finite = all_finite(parameters)
@@ -167,7 +191,7 @@ class Run:
             if self.device.type == "cuda":
                 marker = torch.cuda.Event()
                 marker.record()
-                yield Waiting(marker.query)
+                yield Waiting(marker.query)  # advance another lane until the device has reached the marker
             losses = read_totals(self.steps.values())
             if not all(math.isfinite(value) for value in losses.values()) or not is_finite.item():
                 where = f"task {context.number + 1}, phase {phase.name!r}, epoch {epoch + 1}"
@@ -182,12 +206,12 @@ class Run:
             ended, self.position = self.position, replace(self.position, epoch=epoch + 1, step=0)
             yield EpochEnded(ended, phase.name, settings.epochs, losses, validation)
         if self.best is not None:
-            self.network.load_state_dict(self.best[1])
+            self.network.load_state_dict(self.best.weights)
         self.network.eval()
         self.rows, self.optimizer, self.steps, self.best = None, None, {}, None
 
     def _trainable(self, phase: Phase) -> list[nn.Parameter]:
-        """The parameters the phase trains; all others are frozen."""
+        """Freeze all parameters but those the phase trains, and return these."""
         parameters = self.method.parameters(self.network, phase.trainable)
         chosen = {id(parameter) for parameter in parameters}
         for parameter in self.network.parameters():
@@ -195,8 +219,9 @@ class Run:
         return parameters
 
     def _keep_if_best(self, validation: float | None) -> None:
-        if validation is not None and (self.best is None or validation < self.best[0]):
-            self.best = validation, {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
+        if validation is not None and (self.best is None or validation < self.best.loss):
+            weights = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
+            self.best = BestEpoch(validation, weights)
 
     def _train_epoch(
         self,
@@ -207,6 +232,7 @@ class Run:
         parameters: list[nn.Parameter],
     ) -> Iterator[Event]:
         done, total = 0, sum(block.steps for block in blocks)
+        # Data that does not fit on the device is read ahead, batch by batch; otherwise prefetching does nothing.
         batches = (rows for block in blocks for rows in block.index.cpu())
         prefetch = self.train_data.prefetch(islice(batches, self.position.step, None))
         for block in blocks:
@@ -222,7 +248,7 @@ class Run:
                 try:
                     step(block.index[i], [*(values[i] for values in block.parameters), *next(prefetch)])
                 except ValueError as error:
-                    if "more than 1 value per channel" not in str(error):
+                    if "more than 1 value per channel" not in str(error):  # torch's error for a norm with one value
                         raise
                     raise UserError(
                         f"task {context.number + 1}, phase {phase.name!r}: {_one_image_error(self.config)}"
@@ -249,8 +275,7 @@ class Run:
             captured=self.device.type == "cuda" and block.steps >= MIN_CAPTURED_STEPS,
         )
         if block.spec in self.restored_totals:
-            step.names, step.totals, step.count, finite_steps = self.restored_totals.pop(block.spec)
-            step.finite_steps.fill_(finite_steps)
+            step.restore_totals(self.restored_totals.pop(block.spec))
         return step
 
 
@@ -267,9 +292,10 @@ def run(
     on_event: Callable[[Event], None] | None = None,
     drive: Callable[[Run], Iterator[Event]] = Run.events,
 ) -> Record:
-    """Train and evaluate one config in memory. ``drive`` may do more around the run's events, such as saving."""
+    """Train and evaluate one config without writing files. ``drive`` may do more between the events, such as saving."""
     device = setup.device_of(config)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where streams and graphs are made
+    # CUDA makes streams and graphs on its current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         current = Run(config)
         for event in drive(current):
             if on_event is not None:

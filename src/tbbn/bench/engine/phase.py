@@ -1,4 +1,4 @@
-"""The settings of a phase: the method's where it has its own, else the run's. And the optimiser they make."""
+"""The settings of a phase, from the method or else from the run; and the optimiser made from them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PhaseSettings:
         if self.schedule == "cosine":
             return self.lr * 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
         if self.schedule == "multistep":
-            # Rounded up, so that a short run does not reach a milestone before its first step. 1e-9 absorbs the product's error.
+            # Rounded up: a short run must not reach a milestone before its first step. 1e-9 absorbs the error of the product.
             reached = sum(epoch >= math.ceil(m * self.epochs - 1e-9) for m in self.milestones)
             return self.lr * self.gamma**reached
         return self.lr
@@ -72,7 +72,7 @@ def make_optimizer(
         fused=True,
     )
     for position, buffer in momentum_buffers.items():
-        # In the parameter's memory format: a fused step walks both in storage order.
+        # In the parameter's memory format: the fused SGD step reads both in storage order.
         parameter = parameters[int(position)]
         optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(buffer).detach()
     return optimizer
@@ -88,5 +88,5 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def all_finite(parameters: list[nn.Parameter]) -> Tensor:
-    """Whether every weight is finite, on the device: a sum of absolute values is not if one of them is not."""
+    """Whether every weight is finite, as a tensor on the device. A sum of absolute values is finite only if all terms are."""
     return torch.stack(torch._foreach_norm(tuple(parameters), 1)).isfinite().all()

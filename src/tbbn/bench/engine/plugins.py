@@ -1,4 +1,4 @@
-"""Which plugins a config needs: loaded before a run, written into its record, asked for when it is resumed."""
+"""The plugins of a config: load them before a run, record them, and require them when the run is resumed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def used_plugins(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def require_plugins(config: RunConfig, recorded: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Load the plugins of a run that is to go on; the error for a missing one says what it brings."""
+    """Load the plugins of a run that is resumed. The error for a missing one says what it brings."""
     try:
         load_plugins(config)
     except UserError as error:
@@ -60,7 +60,7 @@ def require_plugins(config: RunConfig, recorded: Sequence[Mapping[str, Any]], wh
 
 
 def check_unchanged(config: RunConfig, recorded: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Refuse to go on with a run whose plugin's file has changed: its results would belong to neither."""
+    """Refuse to resume a run whose plugin's file has changed: its results would be of neither version."""
     now = {text: plugin.get("file_sha256") for plugin in used_plugins(config) for text in plugin["brings"]}
     for plugin in recorded:
         here = [now.get(text) for text in plugin["brings"] if now.get(text)]

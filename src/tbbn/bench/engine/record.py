@@ -1,4 +1,4 @@
-"""The results of a run, as values. Reading and writing them is the business of :mod:`tbbn.bench.runs.record`."""
+"""The record of a run, in memory; :mod:`tbbn.bench.runs.record` reads and writes its file."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class Record:
     status: str = "running"  # then "finished", "interrupted", "diverged" or "failed"
     message: str = ""  # why the run diverged or failed
     environment: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(
-        default_factory=dict
-    )  # class names, shape of the network's input, channel mean and std
+    data: dict[str, Any] = field(default_factory=dict)  # class names, shape of the input, channel mean and std
     class_order: list[int] = field(default_factory=list)
     task_sizes: list[int] = field(default_factory=list)
     accuracy: list[list[float]] = field(default_factory=list)  # class-IL: the task of a test image is unknown
@@ -42,9 +40,7 @@ class Record:
     history: list[dict[str, Any]] = field(default_factory=list)  # one entry per epoch
     skipped: list[str] = field(default_factory=list)  # image files left out because they cannot be read
     weights: list[str] = field(default_factory=list)  # SHA-256 of the network's state after each task
-    plugins: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # name, version or file_sha256, and the names each brings
+    plugins: list[dict[str, Any]] = field(default_factory=list)  # each with version or file hash, and what it brings
     resumed: list[dict[str, Any]] = field(default_factory=list)  # environments of later sessions, where they differ
     seconds: float = 0.0  # of training and evaluation, over all sessions
     predictions: dict[str, Tensor] = field(default_factory=dict)  # predicted class of every test image, by task learnt
@@ -61,9 +57,9 @@ class Record:
         sizes = self.task_sizes[: len(self.accuracy)]
         return metrics.summary(self.accuracy, weights=sizes, task_il=self.task_il)
 
-    def with_task(self, task: int, row: Mapping[str, Any], predictions: Tensor, seconds: float) -> Record:
-        """A record with one more task; ``row`` has an entry for every list with one entry per task."""
-        longer: dict[str, Any] = {name: [*getattr(self, name), entry] for name, entry in row.items()}
+    def with_task(self, task: int, entries: Mapping[str, Any], predictions: Tensor, seconds: float) -> Record:
+        """A record with one more task; ``entries`` has the next entry of each list that has one per task."""
+        longer: dict[str, Any] = {name: [*getattr(self, name), entry] for name, entry in entries.items()}
         longer["predictions"] = {**self.predictions, f"task{task}": predictions}
         return replace(self, **longer, seconds=self.seconds + seconds)
 

@@ -1,8 +1,9 @@
-"""From a config to the objects of a run: method, device, data, scenario, memory, network."""
+"""Make the objects of a run from its config: method, device, data, scenario, memory, network."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -112,21 +113,29 @@ def ratio_of(config: RunConfig) -> tuple[int, int]:
     return current, memory
 
 
-def full_batch(config: RunConfig, method: Method, task: int) -> tuple[int, int, int]:
-    """Current rows, memory rows and splits r* of a full batch in a task (0-based)."""
+class FullBatch(NamedTuple):
+    """A full batch of a task: its current rows, its memory rows and its number of splits r*."""
+
+    current: int
+    memory: int
+    splits: int
+
+
+def full_batch(config: RunConfig, method: Method, task: int) -> FullBatch:
+    """The full batch of a task (0-based)."""
     is_stream = config.data.online and not method.all_data
     has_memory = method.uses_memory and config.memory.budget > 0
-    # A stream replays rows of its own task too, unless told not to.
+    # An online run also replays rows of its own task, unless batch.memory_from = "past".
     replays = has_memory and (task > 0 or (is_stream and config.batch.memory_from == "all"))
     if not replays and not is_stream:
-        return config.batch.size, 0, 1
+        return FullBatch(config.batch.size, 0, 1)
     current, memory = batch_layout(config.batch.size, ratio_of(config))
-    if not replays:  # a stream leaves room for memory rows from its first step
-        return current, 0, 1
+    if not replays:  # an online batch leaves room for memory rows from the first step on
+        return FullBatch(current, 0, 1)
     memory *= method.memory_views(task)
     rule = config.norm.dict().get("rule")
-    # A norm of a plugin may have an option of that name with another meaning.
-    return current, memory, splits(current, memory, task, rule if rule in RULES else "paper")
+    # A plugin's norm may use an option named "rule" for something else.
+    return FullBatch(current, memory, splits(current, memory, task, rule if rule in RULES else "paper"))
 
 
 def image_shape(config: RunConfig, source: Source) -> tuple[int, int, int]:
@@ -163,11 +172,11 @@ def training_forward(
     )
 
 
-def on_device(config: RunConfig, source: Source, scenario: Scenario, split: str, device: torch.device) -> DeviceDataset:
-    """The "train" or "test" split of the data on the device, or streamed to it."""
-    part, labels = getattr(source, split), getattr(scenario, f"{split}_labels")
+def on_device(config: RunConfig, source: Source, scenario: Scenario, part: str, device: torch.device) -> DeviceDataset:
+    """The "train" or the "test" part of the data on the device, or streamed to it."""
+    stored, labels = getattr(source, part), getattr(scenario, f"{part}_labels")
     labels, mean, std = (t.to(device) for t in (labels, torch.tensor(source.mean), torch.tensor(source.std)))
-    images = place_on_device(part.images, device, config.data.stream)
+    images = place_on_device(stored.images, device, config.data.stream)
     return DeviceDataset(images, labels, mean, std, config.data.crop or None, memory_format_of(config, device))
 
 

@@ -25,6 +25,16 @@ from tbbn.nn import penalty
 LossFunction = Callable[[Batch, Output, Output | None], Losses]
 
 
+@dataclass(frozen=True, eq=False)
+class SavedTotals:
+    """The loss sums of an unfinished epoch, as a checkpoint has them; the fields are those of :class:`Step`."""
+
+    names: list[str]
+    totals: Tensor
+    count: int
+    finite_steps: int
+
+
 @dataclass(eq=False)
 class Step:
     """Trains on batches of one spec. ``totals`` sums the loss terms, in the order of ``names``, until they are read."""
@@ -47,15 +57,17 @@ class Step:
         self.names: list[str] = []
         self.count = 0  # steps since the totals were read
         self.totals = torch.zeros(0, device=device)
-        self.finite_steps = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # of these, those before a non-finite loss
+        self.finite_steps = torch.zeros((), dtype=torch.int64, device=device)  # steps before the first non-finite loss
         self.has_penalty = self.forward.takes_layout and self.spec.has_layout
         half = self.precision == "bf16" and device.type == "cuda"
         self.working = WorkingCopies(self.network) if half else None
-        # Its copies are made once: the previous network is not trained.
+        # The previous network is not trained, so its copies are made only once, here.
         self.teacher = WorkingCopies(self.previous) if half and self.previous is not None else self.previous
         self.graph = CapturedFunction(self.train) if self.captured else None
+
+    def restore_totals(self, saved: SavedTotals) -> None:
+        self.names, self.totals, self.count = saved.names, saved.totals, saved.count
+        self.finite_steps.fill_(saved.finite_steps)
 
     def __call__(self, index: Tensor, inputs: list[Tensor]) -> None:
         """Train on one batch: its rows, and the inputs :meth:`BatchMaker.make_batch` wants for them."""
@@ -78,7 +90,7 @@ class Step:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.optimizer.step()
         self.totals += torch.stack([*terms.values(), total]).detach().float()
-        # A sum stays non-finite once it is; x - x == 0 is two launches, isfinite four.
+        # The sum of losses stays non-finite once it is. x - x == 0 tests this with two launches, isfinite takes four.
         sum_of_losses = self.totals[-1]
         self.finite_steps += sum_of_losses - sum_of_losses == 0
 

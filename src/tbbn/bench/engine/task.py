@@ -1,4 +1,4 @@
-"""A task being learnt: what its phases train on, and what a method may ask of the engine around the training."""
+"""A task being learnt: the rows of its phases, the batches of its epochs, and the passes a method may ask for."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PhaseRows:
     current: Tensor
     memory: Tensor
     ratio: tuple[int, int]  # of current to memory rows in a batch
-    has_layout: bool  # batches are [current ; memory]; False: mixed, all rows are in ``current``
+    has_layout: bool  # batches are [current ; memory]; if False they are mixed, and ``current`` holds all rows
 
 
 @dataclass(eq=False)
@@ -103,7 +103,8 @@ class EngineTaskContext(TaskContext):
     def _balanced_rows(self, current: Tensor, memory: Tensor) -> PhaseRows:
         n_per_class = max(1, len(memory) // self.n_old_classes)
         current = balanced_rows(current, self.labels(current).cpu(), n_per_class, self.generator("balanced"))
-        # In proportion to the rows, but with at least one current row in a batch: after many tasks its share is below one.
+        # A batch has current and memory rows in proportion to both sets, but at least one current row: after many tasks
+        # the proportion alone would give less than one.
         least = -(-len(memory) // (self.config.batch.size - 1))
         return PhaseRows("balanced", current, memory, (max(len(current), least), len(memory)), has_layout=True)
 
@@ -117,7 +118,7 @@ class EngineTaskContext(TaskContext):
         return self.memory.index.cpu() if self.method.uses_memory else self.task.train[:0]
 
     def _seen_rows(self) -> tuple[Tensor, Tensor]:
-        """Rows of the task and of the memory that are still at hand; of a stream only what was stored."""
+        """Rows of the task and of the memory. Of an online task only the rows in the reservoir are left."""
         if self.reservoir is None:
             return self._train_rows(), self._memory_rows()
         stored = self.reservoir.index.cpu()
@@ -125,7 +126,7 @@ class EngineTaskContext(TaskContext):
         return (stored[is_new], stored[~is_new]) if is_new.any() else (stored, stored[:0])
 
     def held_out(self) -> Tensor:
-        """Class-balanced rows of the task and the memory that the main phase leaves to a "holdout" phase; none at first."""
+        """Rows of the task and the memory, class-balanced, left to a "holdout" phase; none in the first task."""
         share = self.method.holdout()
         if not share or not len(self.memory) or not self.number:
             return torch.zeros(0, dtype=torch.int64)
@@ -134,7 +135,7 @@ class EngineTaskContext(TaskContext):
         return rows[select("random", None, self.labels(rows).cpu(), n_per_class, self.generator("holdout"))]
 
     def draw(self, rows: PhaseRows, *purpose: str | int) -> list[EpochBlock]:
-        """An epoch: every row and every augmentation parameter, drawn on the CPU and sent to the device at once."""
+        """Draw the rows and augmentation parameters of an epoch on the CPU, and send them to the device."""
         generator, batch = self.generator("batches", *purpose), self.config.batch
         blocks: list[IndexBlock]
         if self.config.data.online and rows.kind == "replay" and not self.method.all_data:
@@ -148,7 +149,7 @@ class EngineTaskContext(TaskContext):
                 without=self.held_out(),
                 generator=generator,
             )
-            # The first pass counts: a method that asks for the task's batches again stores nothing more.
+            # Only the first pass over an online task fills the memory; later ones, for a method, store nothing.
             self.reservoir = reservoir if self.reservoir is None else self.reservoir
         else:
             blocks = epoch_blocks(
@@ -181,7 +182,7 @@ class EngineTaskContext(TaskContext):
     def batches(self, purpose: str) -> Iterator[Batch]:
         reservoir = self.reservoir
         blocks = self.draw(self.phase_rows("replay"), purpose)
-        self.reservoir = reservoir  # this is not the pass over the stream
+        self.reservoir = reservoir  # drawing these batches must not store rows
         for block in blocks:
             for i, prefetched in zip(range(block.steps), self.maker.data.prefetch(block.index), strict=False):
                 inputs = [*(values[i] for values in block.parameters), *prefetched]

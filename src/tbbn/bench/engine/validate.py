@@ -1,4 +1,4 @@
-"""Checks: everything that can be wrong with a config and can be told before training, in one line each."""
+"""Check a config, and its data, before training; every error is one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(config: RunConfig) -> RunConfig:
     if config.train.nesterov and not config.train.momentum:
         raise UserError("train.nesterov needs a momentum; set train.momentum, such as 0.9.")
     if config.train.keep == "best" and not config.data.validation:
-        raise UserError("train.keep = 'best' needs a validation split; set data.validation, such as 0.1.")
+        raise UserError("train.keep = 'best' needs validation images; set data.validation, such as 0.1.")
     if config.data.online:
         _check_online(config)
     device_of(config)

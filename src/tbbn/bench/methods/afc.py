@@ -36,7 +36,7 @@ class Afc(ProxyMethod):
         return {"consolidation": self.importance_weight * channel_distance(output.stages, previous.stages, importance)}
 
     def after_training(self, context: TaskContext) -> None:
-        # Forward as in training, but a copy: the running statistics of the network must not move.
+        # Forward as in training, but through a copy: the network's running statistics must not move.
         probe = copy.deepcopy(context.network).train().requires_grad_(True)
         sums: list[Tensor] = []
         for batch in context.batches("importance"):

@@ -26,7 +26,7 @@ Losses = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training inside a task. A field that is None takes the run's setting.
+    """A stretch of training inside a task. A field that is None takes the run's setting (``train.epochs``, ...).
 
     ``rows`` says what an epoch consists of:
 
@@ -35,7 +35,7 @@ class Phase:
     - "exemplars": mixed batches of a memory that already holds exemplars of this task.
     - "holdout": mixed batches of the rows held out by :meth:`Method.holdout`.
 
-    Mixed batches have no layout.
+    Mixed batches have no layout: a balanced norm treats them as plain batch norm does.
     """
 
     name: str = "train"
@@ -44,11 +44,11 @@ class Phase:
     trainable: str = "all"  # see :meth:`Method.parameters`
     epochs: int | None = None
     lr: float | None = None
-    lr_factor: float = 1.0
+    lr_factor: float = 1.0  # multiplies the learning rate
     schedule: str | None = None  # "multistep", "cosine" or "constant"
     momentum: float | None = None
     weight_decay: float | None = None
-    network_mode: str = "train"  # "eval": norms use their running statistics and do not change them
+    eval_mode: bool = False  # train with the network in eval mode: norms use their running statistics and keep them
     keep: str | None = None  # whose weights are kept: the "last" epoch's or the "best" one's
     uses_previous: bool = True  # False skips the previous network's forward
 
@@ -103,12 +103,10 @@ class Method:
 
     needs_previous: ClassVar[bool] = False  # ``loss`` gets the output of the network after the task before
     needs_stages: ClassVar[bool] = False  # ``loss`` uses the maps of the backbone's stages
-    last_relu: ClassVar[bool] = True  # features are taken after the backbone's last ReLU
+    last_relu: ClassVar[bool] = True  # False removes the ReLU before the pooling, so features may be negative
     uses_memory: ClassVar[bool] = True
     all_data: ClassVar[bool] = False  # each task trains on all data so far
-    limits: ClassVar[
-        Mapping[str, tuple[float, float]]
-    ] = {}  # of options, as open intervals; else numbers are at least 0
+    limits: ClassVar[Mapping[str, tuple[float, float]]] = {}  # (low, high): low < option < high; else option >= 0
 
     def make_head(self, n_features: int) -> Head:
         return LinearHead(n_features)

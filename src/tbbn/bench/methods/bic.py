@@ -50,8 +50,8 @@ class BiasCorrection(Method):
             schedule="constant",
             momentum=0.9,
             weight_decay=0.0,
-            network_mode="eval",
-            keep="last",  # validation rows are of the current task only, and would choose the least corrected epoch
+            eval_mode=True,
+            keep="last",  # validation rows are of the current task only: they would choose the least corrected epoch
             uses_previous=False,
         )
         return Phase(), correction

@@ -7,8 +7,8 @@ L = mean_current CE + alpha mean_memory |z - z_stored|^2 + beta mean_memory CE; 
 - Both memory terms use the memory rows of the batch; the original draws memory rows twice.
 - A row stored during the current pass of an online stream has no logits yet and is left out of the square.
 
-There is no method "der": some would read it as dark experience replay, which is this one with ``beta = 0``, others as dynamically
-expandable representation (Yan et al., 2021).
+Dark experience replay without "++" is this method with ``beta = 0``. It has no name of its own here, because "DER" is also short
+for dynamically expandable representation (Yan et al., 2021).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """iCaRL (Rebuffi et al., 2017): sigmoid distillation, and classification by the nearest mean of exemplars.
 
 L = CE over all classes + kd * sum_c mean_n BCE(sigmoid z_nc, sigmoid z_nc^old), c over the old classes. An image gets the class
-whose exemplars have the nearest mean feature; features and means have length 1. Without exemplars of every task (no memory, or
-in the middle of a task) the logits decide.
+whose exemplars have the nearest mean feature; features and means have length 1. Without exemplars of every class (no memory, or
+before a task has ended) the logits decide.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 L = CE(eta cos) + less_forget * sqrt(C_old / C_new) * mean_n (1 - cos(f_n, f_n^old)) + ranking * R
 R = mean max(0, margin - cos_y + cos_k), over the rows of past classes and the ``top_k`` new classes k nearest to each row.
 
-f are features before the last ReLU, "old" is the network after the task before, y is the label. The head's weights of past
-classes are frozen.
+f_n are the features of row n, f_n^old those of the network after the task before. cos_c is the cosine of f and the head's
+weight of class c, y is the label. The logits are eta cos, with one learnable scale eta for all classes. C_old and C_new count
+the classes of the past tasks and of this one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from tbbn.registry import option, register_method
 @dataclass(frozen=True)
 class Lucir(Method):
     needs_previous = True  # ``loss`` gets the previous network's output
-    last_relu = False
-    limits: ClassVar = {"top_k": (0, math.inf)}
+    last_relu = (
+        False  # the backbone pools its last map without a ReLU, so features may be negative and cosines span [-1, 1]
+    )
+    limits: ClassVar = {"top_k": (0, math.inf)}  # an open interval: 0 < top_k; other options are at least 0
 
     less_forget: float = option(5.0, "weight of the feature distillation")
     ranking: float = option(1.0, "weight of the margin ranking")
@@ -36,10 +39,11 @@ class Lucir(Method):
     top_k: int = option(2, "new classes that each row of a past class is compared with")
 
     def make_head(self, n_features: int) -> Head:
-        return CosineHead(n_features)
+        return CosineHead(n_features)  # holds the weights and eta
 
     def phases(self, context: TaskContext) -> tuple[Phase, ...]:
-        return (Phase(trainable="newest"),)  # all but the head's weights of past classes
+        # One phase. "newest" trains the backbone, eta and the weights of the new classes; those of past classes are frozen.
+        return (Phase(trainable="newest"),)
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         losses = {"ce": cross_entropy(output.logits, batch.labels)}
@@ -50,12 +54,12 @@ class Lucir(Method):
         return losses
 
     def _ranking(self, batch: Batch, output: Output) -> Tensor:
-        assert output.similarity is not None  # the cosines, (rows, classes)
+        assert output.similarity is not None  # a cosine head sets it: the cosines, (rows, classes)
         cosine = output.similarity.float()
         own = cosine.gather(1, batch.labels[:, None])
         new = cosine[:, batch.n_old_classes :]
         nearest = new.topk(min(self.top_k, new.shape[1]), dim=1).values
         is_old = (batch.labels < batch.n_old_classes)[:, None]
-        # Masked, not selected: a captured step needs shapes that do not depend on values.
+        # Rows of new classes are masked, not removed: a step captured as a CUDA graph needs fixed shapes.
         hinge = F.relu(self.margin - own + nearest) * is_old
         return hinge.sum() / (is_old.sum() * nearest.shape[1]).clamp(min=1)

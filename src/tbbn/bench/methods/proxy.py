@@ -26,7 +26,7 @@ from tbbn.registry import option
 class ProxyMethod(Method):
     needs_previous = True
     needs_stages = True
-    last_relu = False
+    last_relu = False  # features may be negative
     limits: ClassVar = {"n_proxies": (0, math.inf), "finetune_lr": (0, math.inf)}
 
     n_proxies: int = option(10, "proxies per class")
@@ -48,13 +48,13 @@ class ProxyMethod(Method):
             epochs=self.finetune_epochs,
             lr=self.finetune_lr,
             schedule="constant",
-            keep="last",  # validation rows are of the current task only, and would choose the least balanced epoch
+            keep="last",  # validation rows are of the current task only: they would choose the least balanced epoch
             uses_previous=False,
         )
         return main, finetune
 
     def parameters(self, network: Network, trainable: str) -> list[nn.Parameter]:
-        """As the base class, but "head" means the proxies: the second phase does not train the scale."""
+        """As in the base class, but "head" means the proxies alone: the second phase does not train the scale eta."""
         return list(network.head.weights) if trainable == "head" else super().parameters(network, trainable)
 
     def before_task(self, context: TaskContext) -> None:

@@ -87,8 +87,8 @@ def channel_distance(stages: Sequence[Tensor], old_stages: Sequence[Tensor], imp
 def nca(logits: Tensor, labels: Tensor) -> Tensor:
     """mean_n log(1 + sum_{c != y} exp s_c) - s_y with s = z - max_c z_c: 1 stands in for the label's own class.
 
-    This is the form of the authors' code, without the papers' margin: a margin on the own class alone would be least for a
-    negative scale eta, and training does go there.
+    This is the form of the authors' code. The papers add a margin to the own class alone; then a negative scale eta would lower
+    the loss, and training does reach negative values.
     """
     shifted = logits.float() - logits.float().amax(1, keepdim=True)
     own = is_class(labels, logits.shape[1])

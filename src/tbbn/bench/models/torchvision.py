@@ -1,4 +1,4 @@
-"""Mobile backbones of torchvision, untrained and without classifier, split into stages of one resolution each."""
+"""Mobile backbones of torchvision, untrained and without classifier, cut into stages of one resolution each."""
 
 from __future__ import annotations
 

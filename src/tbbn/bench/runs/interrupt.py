@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a polite request: runs save themselves before the process ends."""
+"""On Ctrl-C or SIGTERM, save the runs before the process ends."""
 
 from __future__ import annotations
 

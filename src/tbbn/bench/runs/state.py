@@ -12,7 +12,8 @@ from torch import Tensor
 from tbbn.bench.config import to_toml
 from tbbn.bench.data.batches import BatchSpec
 from tbbn.bench.engine.events import Position
-from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.loop import BestEpoch, Run
+from tbbn.bench.engine.step import SavedTotals
 from tbbn.bench.engine.task import PhaseRows
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.record import record_from
@@ -46,7 +47,7 @@ def _tensors(run: Run) -> dict[str, Tensor]:
     if run.previous is not None and not _is_between_tasks(run):  # between tasks the teacher equals the network
         tensors |= checkpoint.join("previous", run.previous.state_dict())
     if run.best is not None:
-        tensors |= checkpoint.join("best", run.best[1])
+        tensors |= checkpoint.join("best", run.best.weights)
     if run.rows is not None:
         tensors |= {"rows.current": run.rows.current, "rows.memory": run.rows.memory}
     if run.optimizer is not None:
@@ -63,7 +64,7 @@ def _values(run: Run) -> dict[str, Any]:
         "record": run.record.tree(),
         "task_sizes": run.network.task_sizes,
         "previous_task_sizes": None if run.previous is None else run.previous.task_sizes,
-        "best": None if run.best is None else run.best[0],
+        "best": None if run.best is None else run.best.loss,
         "rows": None if rows is None else {"kind": rows.kind, "ratio": rows.ratio, "has_layout": rows.has_layout},
         "totals": [
             {"spec": asdict(spec), "names": step.names, "count": step.count, "finite": int(step.finite_steps)}
@@ -112,17 +113,14 @@ def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where
         run.previous = previous.teacher()
     run.memory.load_state_dict(checkpoint.split(tensors, "memory"))
     if values["best"] is not None:
-        run.best = values["best"], _on(run.device, tensors, "best")
+        run.best = BestEpoch(values["best"], _on(run.device, tensors, "best"))
     if (rows := values["rows"]) is not None:
         ratio = (rows["ratio"][0], rows["ratio"][1])
         run.rows = PhaseRows(rows["kind"], tensors["rows.current"], tensors["rows.memory"], ratio, rows["has_layout"])
     run.restored_momentum = _on(run.device, tensors, "momentum")
     run.restored_totals = {
-        BatchSpec(**entry["spec"]): (
-            entry["names"],
-            tensors[f"totals.{i}"].to(run.device),
-            entry["count"],
-            entry["finite"],
+        BatchSpec(**entry["spec"]): SavedTotals(
+            entry["names"], tensors[f"totals.{i}"].to(run.device), entry["count"], entry["finite"]
         )
         for i, entry in enumerate(values["totals"])
     }

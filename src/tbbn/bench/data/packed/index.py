@@ -34,7 +34,7 @@ PARTS = ("train", "test")
 
 @dataclass(frozen=True, eq=False)
 class PackedImages:
-    """The images (N, C, H, W) uint8 of a split, on disk. Nothing is read until it is asked for."""
+    """The images (N, C, H, W) uint8 of one part of a data set, on disk. Nothing is read until it is asked for."""
 
     folder: Path
     shards: tuple[Shard, ...]

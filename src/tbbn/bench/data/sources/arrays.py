@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tbbn.bench.data.sources.contents import Contents, Stats, is_held_out, make_source
-from tbbn.bench.data.types import Source, Split
+from tbbn.bench.data.types import Part, Source
 from tbbn.errors import UserError
 
 _CHANNELS = (1, 3)  # a last axis of this length holds channels, unless the second does
@@ -28,11 +28,11 @@ def remember(data: Any) -> Source:
     """The data as a source named ``arrays:DIGEST``, which a config can hold. `recall` finds it while it is in use."""
     contents, stats = read_arrays("data", data)
     found = hashlib.sha256(repr(contents.classes).encode())
-    for split in (contents.train, contents.test):
-        assert isinstance(split.images, Tensor)
-        found.update(f"{tuple(split.images.shape)}".encode())
-        found.update(split.images.contiguous().numpy().data)
-        found.update(split.labels.contiguous().numpy().data)
+    for part in (contents.train, contents.test):
+        assert isinstance(part.images, Tensor)
+        found.update(f"{tuple(part.images.shape)}".encode())
+        found.update(part.images.contiguous().numpy().data)
+        found.update(part.labels.contiguous().numpy().data)
     digest = found.hexdigest()[:16]
     source = Source(f"arrays:{digest}", contents.train, contents.test, contents.classes, *stats)
     return _given.setdefault(digest, source)
@@ -59,7 +59,7 @@ def recall(digest: str) -> Source:
 
 
 def read_arrays(name: str, data: Any) -> tuple[Contents, Stats]:
-    """Both splits, and the mean and standard deviation of each channel.
+    """Both parts, and the mean and standard deviation of each channel.
 
     The data is (train, test) or train alone; each is a pair (images, labels) or a torch Dataset of such pairs.
     """
@@ -70,20 +70,20 @@ def read_arrays(name: str, data: Any) -> tuple[Contents, Stats]:
     train_ids = torch.tensor([ids[label] for label in labels], dtype=torch.long)
     if test is None:
         held_out = is_held_out(train_ids)
-        splits = [Split(images[rows], train_ids[rows]) for rows in (~held_out, held_out)]
+        parts = [Part(images[rows], train_ids[rows]) for rows in (~held_out, held_out)]
     else:
         test_images, test_labels = _pair(f"{name}, test", test)
         unknown = sorted(map(str, set(test_labels) - set(classes)))
         if unknown:
             raise UserError(f"{name}: test images of class {unknown[0]!r}, which has no training images")
         test_ids = torch.tensor([ids[label] for label in test_labels], dtype=torch.long)
-        splits = [Split(images, train_ids), Split(test_images, test_ids)]
-    for part, split in zip(("train", "test"), splits, strict=True):
-        if not len(split.labels):
-            raise UserError(f"{name}: no {part} images")
-    train_images = splits[0].images
+        parts = [Part(images, train_ids), Part(test_images, test_ids)]
+    for kind, part in zip(("train", "test"), parts, strict=True):
+        if not len(part.labels):
+            raise UserError(f"{name}: no {kind} images")
+    train_images = parts[0].images
     assert isinstance(train_images, Tensor)
-    return Contents(splits[0], splits[1], tuple(map(str, classes))), _statistics(train_images)
+    return Contents(parts[0], parts[1], tuple(map(str, classes))), _statistics(train_images)
 
 
 def _parts(name: str, data: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from tbbn.bench.data.sources.contents import Contents, Stats, is_held_out, make_source
-from tbbn.bench.data.types import Source, Split
+from tbbn.bench.data.types import Part, Source
 from tbbn.errors import UserError
 
 _DIGITS_STATS: Stats = ((0.3052,), (0.3760,))
@@ -33,8 +33,8 @@ def digits(name: str = "digits", size: int | None = None) -> Source:
     images = torch.as_tensor(bunch.images).mul(255 / 16).round().to(torch.uint8).unsqueeze(1)
     labels = torch.as_tensor(bunch.target).long()
     test = is_held_out(labels)
-    train_split, test_split = (Split(images[rows], labels[rows]) for rows in (~test, test))
-    return make_source(name, Contents(train_split, test_split, tuple("0123456789")), _DIGITS_STATS, size)
+    train_part, test_part = (Part(images[rows], labels[rows]) for rows in (~test, test))
+    return make_source(name, Contents(train_part, test_part, tuple("0123456789")), _DIGITS_STATS, size)
 
 
 def synthetic(name: str = "synthetic", size: int | None = None, argument: str = "20x40x10x16") -> Source:
@@ -60,7 +60,7 @@ def synthetic(name: str = "synthetic", size: int | None = None, argument: str = 
     return make_source(name, Contents(train, test, classes), _SYNTHETIC_STATS, size)
 
 
-def _draw(patterns: Tensor, n_each: int, generator: Generator) -> Split:
+def _draw(patterns: Tensor, n_each: int, generator: Generator) -> Part:
     n_classes, _, side, _ = patterns.shape
     labels = torch.arange(n_classes).repeat_interleave(n_each)
     n, reach = len(labels), max(1, side // 8)
@@ -68,7 +68,7 @@ def _draw(patterns: Tensor, n_each: int, generator: Generator) -> Split:
     rows, columns = ((torch.arange(side) + moves) % side).unbind(1)  # each (n, S)
     images = patterns[labels[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
     images = 0.12 * images + 0.12 * _smooth(n, side, generator) + 0.1 * torch.randn(images.shape, generator=generator)
-    return Split((images + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8), labels)
+    return Part((images + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8), labels)
 
 
 def _smooth(n: int, side: int, generator: Generator) -> Tensor:

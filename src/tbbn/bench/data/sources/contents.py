@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tbbn.bench.data.packed.index import PackedImages
 from tbbn.bench.data.selection import rank_in_class
-from tbbn.bench.data.types import Source, Split
+from tbbn.bench.data.types import Part, Source
 from tbbn.errors import UserError
 
 Stats = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, in [0, 1]
@@ -19,18 +19,18 @@ IMAGENET_STATS: Stats = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What the files of a data set hold: both splits, and the class names in the order of their ids."""
+    """What the files of a data set hold: both parts, and the class names in the order of their ids."""
 
-    train: Split
-    test: Split
+    train: Part
+    test: Part
     classes: tuple[str, ...]
     skipped: tuple[str, ...] = ()  # unreadable image files that were left out
 
 
 def make_source(name: str, contents: Contents, stats: Stats, size: int | None = None) -> Source:
     """The source of one data set; its images are resized to `size` x `size` if given."""
-    train, test = (Split(_resized(split.images, size), split.labels) for split in (contents.train, contents.test))
-    shapes = ["x".join(map(str, split.images.shape[1:])) for split in (train, test)]
+    train, test = (Part(_resized(part.images, size), part.labels) for part in (contents.train, contents.test))
+    shapes = ["x".join(map(str, part.images.shape[1:])) for part in (train, test)]
     if shapes[0] != shapes[1]:
         raise UserError(
             f"{name}: images of train ({shapes[0]}) and test ({shapes[1]}) differ in size; set data.size to resize them"

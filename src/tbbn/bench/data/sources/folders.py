@@ -14,7 +14,7 @@ from tbbn.bench.data.sources.decoding import unreadable_error
 from tbbn.bench.data.sources.images import SKIP_OPTION, decode
 from tbbn.bench.data.sources.listing import FolderListing, chosen_classes, class_names, is_image_folder, list_folder
 from tbbn.bench.data.sources.packed import packed_source
-from tbbn.bench.data.types import Progress, Source, Split
+from tbbn.bench.data.types import Part, Progress, Source
 from tbbn.errors import UserError, printable
 
 TINY_ZIP = "tiny-imagenet-200.zip"
@@ -113,7 +113,7 @@ def read_folder(
         request = PackRequest(listed, size, keep_common_size=False, skip_option=SKIP_OPTION)
         packed = _packed_cache(request, unreadable, on_progress)
         if packed is not None:
-            train, test = (Split(*pair) for pair in zip(packed.images, packed.labels, strict=True))
+            train, test = (Part(*pair) for pair in zip(packed.images, packed.labels, strict=True))
             return Contents(train, test, packed.classes, packed.skipped)
     return _decode_folder(owner, listed, size, channels, unreadable, on_progress)
 
@@ -139,21 +139,19 @@ def _decode_folder(
     owner: str, listed: FolderListing, size: int | None, channels: int, unreadable: str, on_progress: Progress | None
 ) -> Contents:
     """Decode both parts into memory."""
-    splits: list[Split] = []
+    parts: list[Part] = []
     skipped: list[str] = []
     n_done = 0
-    for part, listing in zip(listed.parts, listed.listings, strict=True):
+    for folder, listing in zip(listed.parts, listed.listings, strict=True):
         report = None if on_progress is None else _shifted(on_progress, n_done, listed.n_images)
-        split, left_out = decode(
-            listing, owner, size=size, channels=channels, unreadable=unreadable, on_progress=report
-        )
-        missing = set(range(len(listed.classes))) - set(split.labels.tolist())
+        part, left_out = decode(listing, owner, size=size, channels=channels, unreadable=unreadable, on_progress=report)
+        missing = set(range(len(listed.classes))) - set(part.labels.tolist())
         if missing and left_out:
-            raise UserError(f"{part / listed.classes[min(missing)]}: holds no readable image; add some or remove it")
-        splits.append(split)
+            raise UserError(f"{folder / listed.classes[min(missing)]}: holds no readable image; add some or remove it")
+        parts.append(part)
         skipped += [str(file.relative_to(listed.folder)) for file in left_out]
         n_done += len(listing.files)
-    return Contents(splits[0], splits[1], listed.classes, tuple(skipped))
+    return Contents(parts[0], parts[1], listed.classes, tuple(skipped))
 
 
 def _shifted(on_progress: Progress, n_before: int, n_all: int) -> Progress:

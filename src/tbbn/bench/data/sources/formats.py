@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbbn.bench.data.types import Split
+from tbbn.bench.data.types import Part
 from tbbn.errors import UserError
 
 # What pickles of arrays and plain values refer to, whichever numpy and Python wrote them.
@@ -39,8 +39,8 @@ class _ArrayUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes: int) -> Split:
-    """One split of CIFAR-10 or CIFAR-100 from its pickled batches (N, 3072)."""
+def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes: int) -> Part:
+    """The training or test part of CIFAR-10 or CIFAR-100 from its pickled batches (N, 3072)."""
     images, labels = [], []
     for batch in batches:
         content = _unpickle(folder / batch)
@@ -57,7 +57,7 @@ def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes
         _checked(folder / batch, pixels, own_labels, n_classes)
         images.append(pixels)
         labels.append(own_labels)
-    return Split(torch.cat(images), torch.cat(labels))
+    return Part(torch.cat(images), torch.cat(labels))
 
 
 def _whole(values: Any) -> Tensor:
@@ -78,8 +78,8 @@ def read_cifar_names(file: Path, key: str, n_classes: int) -> tuple[str, ...]:
     return tuple(_text(name) for name in names)
 
 
-def read_idx(folder: Path, part: str, n_classes: int) -> Split:
-    """One split in MNIST's format: `{part}-images-idx3-ubyte` and `{part}-labels-idx1-ubyte`, plain or gzipped."""
+def read_idx(folder: Path, part: str, n_classes: int) -> Part:
+    """One part in MNIST's format: `{part}-images-idx3-ubyte` and `{part}-labels-idx1-ubyte`, plain or gzipped."""
     file = idx_file(folder, f"{part}-images-idx3-ubyte")
     images = _read_idx_file(file, 3)
     labels_file = idx_file(folder, f"{part}-labels-idx1-ubyte")
@@ -92,8 +92,8 @@ def idx_file(folder: Path, name: str) -> Path:
     return folder / name if (folder / name).exists() else folder / f"{name}.gz"
 
 
-def read_svhn(file: Path) -> Split:
-    """One split of SVHN's cropped digits; the file calls the digit 0 class 10."""
+def read_svhn(file: Path) -> Part:
+    """One part of SVHN's cropped digits; the file calls the digit 0 class 10."""
     try:
         scipy_io = importlib.import_module("scipy.io")
     except ImportError as error:
@@ -111,8 +111,8 @@ def read_svhn(file: Path) -> Split:
     return _checked(file, images, labels, 10)
 
 
-def read_stl10(folder: Path, part: str) -> Split:
-    """One labelled split of STL-10: 96x96 RGB images in column-major order, labels from 1."""
+def read_stl10(folder: Path, part: str) -> Part:
+    """One labelled part of STL-10: 96x96 RGB images in column-major order, labels from 1."""
     import numpy
 
     file, labels_file = folder / f"{part}_X.bin", folder / f"{part}_y.bin"
@@ -163,7 +163,7 @@ def _read_idx_file(file: Path, n_dimensions: int) -> Tensor:
     return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(sizes)
 
 
-def _checked(file: Path, images: Tensor, labels: Tensor, n_classes: int, labels_file: Path | None = None) -> Split:
+def _checked(file: Path, images: Tensor, labels: Tensor, n_classes: int, labels_file: Path | None = None) -> Part:
     if images.dtype != torch.uint8:
         raise UserError(f"{file}: images must be uint8, got {str(images.dtype).removeprefix('torch.')}")
     if len(images) != len(labels):
@@ -173,7 +173,7 @@ def _checked(file: Path, images: Tensor, labels: Tensor, n_classes: int, labels_
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= n_classes:
         raise UserError(f"{labels_file or file}: labels must be in 0..{n_classes - 1}, got {low} to {high}")
-    return Split(images, labels)
+    return Part(images, labels)
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tbbn.bench.data.sources.decoding import Unreadable, open_image, pil_silenced, unreadable_error
-from tbbn.bench.data.types import Listing, Progress, Split
+from tbbn.bench.data.types import Listing, Part, Progress
 from tbbn.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def decode(
     channels: int = 3,
     unreadable: str = "fail",
     on_progress: Progress | None = None,
-) -> tuple[Split, tuple[Path, ...]]:
+) -> tuple[Part, tuple[Path, ...]]:
     """The images of a listing as one tensor, and the files that were left out.
 
     With `size`, images of another size are resized so that the shorter side is `size`, and cut to the centre square.
@@ -48,8 +48,8 @@ def decode(
         raise unreadable_error(broken[min(broken)], len(broken), len(listing.files), SKIP_OPTION)
     good = [i for i in range(len(listing.files)) if i not in broken]
     rest = Listing(tuple(listing.files[i] for i in good), tuple(listing.labels[i] for i in good))
-    split, _ = decode(rest, owner, size=size, channels=channels, on_progress=on_progress)
-    return split, tuple(listing.files[i] for i in sorted(broken))
+    part, _ = decode(rest, owner, size=size, channels=channels, on_progress=on_progress)
+    return part, tuple(listing.files[i] for i in sorted(broken))
 
 
 class _SomeUnreadable(Exception):
@@ -60,11 +60,11 @@ class _SomeUnreadable(Exception):
         self.broken = broken
 
 
-def _decode(listing: Listing, owner: str, size: int | None, channels: int, on_progress: Progress | None) -> Split:
+def _decode(listing: Listing, owner: str, size: int | None, channels: int, on_progress: Progress | None) -> Part:
     first = _first_readable(listing, channels, size)
     images = torch.empty((len(listing.files), channels, first.size[1], first.size[0]), dtype=torch.uint8)
     _fill(images, listing, owner, size, on_progress)
-    return Split(images, torch.tensor(listing.labels))
+    return Part(images, torch.tensor(listing.labels))
 
 
 def _first_readable(listing: Listing, channels: int, size: int | None) -> Image:

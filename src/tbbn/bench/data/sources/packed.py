@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tbbn.bench.data.packed.index import open_packed
 from tbbn.bench.data.sources.contents import IMAGENET_STATS
-from tbbn.bench.data.types import Source, Split
+from tbbn.bench.data.types import Part, Source
 from tbbn.errors import UserError
 
 
@@ -22,5 +22,5 @@ def packed_source(name: str, folder: Path, size: int | None) -> Source:
         raise UserError(
             f"{name}: packed at {height}x{width}, but data.size is {size}; pack it with --size {size}, or do not set data.size"
         )
-    train, test = (Split(images, labels) for images, labels in zip(found.images, found.labels, strict=True))
+    train, test = (Part(images, labels) for images, labels in zip(found.images, found.labels, strict=True))
     return Source(name, train, test, found.classes, *IMAGENET_STATS, skipped=found.skipped)
