@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ SESSION = Origin("this session")
 
 _loaded: dict[str, Origin] = {}  # by module name or file path, and GROUP for the installed ones
 _loading: list[Origin] = []  # the plugin being imported
+_MODULE = re.compile(r"\w[\w-]*(\.\w+)*")
 
 
 def load_plugin(plugin: str) -> Origin:
@@ -31,6 +33,8 @@ def load_plugin(plugin: str) -> Origin:
     A second call does nothing, unless the file has changed.
     """
     if not (plugin.endswith(".py") or "/" in plugin):
+        if not _MODULE.fullmatch(plugin):
+            raise UserError(f"plugin {plugin!r}: must be a module's name or a Python file, such as ./mine.py.")
         if plugin not in _loaded:
             origin = _module_origin(plugin)
             with _importing(plugin, origin):
@@ -80,8 +84,10 @@ def _importing(plugin: str, origin: Origin) -> Iterator[None]:
     _loading.append(origin)
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         _restore(tables)
+        if isinstance(error, KeyboardInterrupt):
+            raise
         if isinstance(error, ModuleNotFoundError) and f"{plugin}.".startswith(f"{error.name}."):
             raise UserError(
                 f"plugin {plugin}: no such module; install it, or give a file such as ./{plugin}.py."
@@ -118,9 +124,16 @@ def _run_file(path: Path) -> None:
 
 def _file_origin(file: str) -> Origin:
     path = Path(file).expanduser()
+    if path.is_dir():
+        raise UserError(f"plugin {file}: is a folder; give a Python file such as ./mine.py, or a module's name.")
     if not path.is_file():
         raise UserError(f"plugin {file}: no such file.")
-    return Origin(file, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    if path.suffix != ".py":
+        raise UserError(f"plugin {file}: must be a Python file, with the ending .py.")
+    try:
+        return Origin(file, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    except OSError as error:
+        raise UserError(f"plugin {file}: cannot be read: {error.strerror}.") from None
 
 
 def _module_origin(module: str) -> Origin:

@@ -263,6 +263,8 @@ def test_progress_is_shown_unless_quiet(capsys: pytest.CaptureFixture[str]) -> N
         ({"method": "podnet", "backbone": Flat}, "method 'podnet' needs a backbone that returns its stages"),
         ({"norm": "gn(groups=7)"}, "gn: groups=7 does not divide 32 channels"),
         ({"plugins": ["nothing.py"], "method": "lwf"}, r"plugin nothing.py: no such file\."),
+        ({"plugins": ["nothing.py"]}, r"plugin nothing.py: no such file\."),
+        ({"plugins": [""]}, "plugin '': must be a module's name or a Python file"),
     ],
 )
 def test_mistakes_are_one_line(given: dict[str, Any], wanted: str, tmp_path: Path) -> None:

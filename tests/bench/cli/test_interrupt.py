@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import TINY, Capture
+from commandline import TINY, Capture, mistake
 from tinyrun import tiny
 
 from tbbn.bench.cli.main import main
@@ -149,3 +149,27 @@ def test_an_interrupt_during_the_import_of_torch_is_one_line(tmp_path: Path) -> 
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": places})
     assert done.returncode == 130 and done.stdout == ""
     assert done.stderr.startswith("tbbn: interrupted;") and done.stderr.count("\n") == 1
+
+
+def test_resuming_with_an_edited_config_is_refused_and_names_the_changes(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "x"
+    run_saved(tiny(), folder, stop=iter([False, True, True]).__next__)
+    file, untouched = folder / "config.toml", (folder / "config.toml").read_text()
+    edits = {"epochs = 2": "epochs = 7", "momentum = 0.9": "momentum = -1.0"}
+    assert all(untouched.count(old) == 1 for old in edits)
+    edited = untouched
+    for old, new in edits.items():
+        edited = edited.replace(old, new)
+    file.write_text(edited)
+    line = mistake(capsys, "resume", str(folder))
+    assert f"tbbn: {file}: was edited (train.epochs = 2 in the run, 7 in the file; train.momentum = 0.9 in the" in line
+    assert line.endswith(
+        f"To resume it, undo the edit; to train with the file, start a new run: tbbn run {file} --name NAME."
+    )
+    assert file.read_text() == edited and load_record(folder).status == "interrupted"
+    file.write_text("no TOML [")  # damaged, not edited: it is written again
+    assert main(["resume", str(folder), "--quiet"]) == 0
+    capsys.readouterr()
+    assert file.read_text() == untouched and load_record(folder).status == "finished"
+    file.write_text(untouched.replace("epochs = 2", "epochs = 7"))
+    assert "was edited (train.epochs" in mistake(capsys, "resume", str(folder)), "also where nothing is left to train"

@@ -19,6 +19,7 @@ from tbbn.bench.cli.main import main
 from tbbn.bench.config import read_toml
 from tbbn.bench.methods.base import TaskContext
 from tbbn.plugins import temporary
+from tbbn.registry import NORMS
 
 KINDS = {"methods": "tempered", "norms": "rms", "datasets": "stripes", "backbones": "tiny", "augmentations": "dim"}
 BRINGS = ["method tempered", "norm rms", "backbone tiny", "augmentation dim", "dataset stripes"]
@@ -200,6 +201,19 @@ def test_a_recipe_names_its_plugins(tmp_path: Path, capsys: Capture) -> None:
         (["run", *TINY, "--plugin", "nothing.py"], "plugin nothing.py: no such file."),
         (["run", *TINY, "--plugin=nothing_here"], "plugin nothing_here: no such module; install it, or give a file"),
         (["run", *TINY, "--plugins", "nothing_here"], "plugin nothing_here: no such module"),
+        (["run", *TINY, "--plugins", "nothing.py"], "plugin nothing.py: no such file."),
+        (["sweep", *TINY, "--plugins", "nothing.py", "--dry-run"], "plugin nothing.py: no such file."),
+        (["run", "recipe.toml"], "plugin nothing.py: no such file."),
+        (["run", *TINY, "--plugin", "."], "plugin '.': must be a module's name or a Python file, such as ./mine.py."),
+        (["run", *TINY, "--plugin", ".mine"], "plugin '.mine': must be a module's name or a Python file"),
+        (
+            ["run", *TINY, "--plugin", "./"],
+            "plugin ./: is a folder; give a Python file such as ./mine.py, or a module's",
+        ),
+        (
+            ["run", *TINY, "--plugin", "./recipe.toml"],
+            "plugin ./recipe.toml: must be a Python file, with the ending .py.",
+        ),
         (["run", "--plugin"], "--plugin needs a value"),
         (["show", "--plugin", "--json"], "--plugin needs a value"),
         (["run", *TINY, "--plugin", "clash.py"], "norm 'bn' is already registered by tbbn; clash.py "),
@@ -208,10 +222,18 @@ def test_a_recipe_names_its_plugins(tmp_path: Path, capsys: Capture) -> None:
 def test_mistakes_are_one_line(words: list[str], wanted: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "clash.py").write_text("import tbbn\n@tbbn.register_norm('bn')\nclass Norm: ...\n")
-    if words[-1] == "nothing_here" and "--plugins" in words:
-        words = [*words, "--method", "nothing"]
+    (tmp_path / "recipe.toml").write_text('plugins = ["nothing.py"]\n')
     assert wanted in mistake(capsys, *words)
     assert not [name for name in files(tmp_path) if name.startswith("runs/")]
+
+
+def test_ctrl_c_while_a_plugin_loads_interrupts_and_leaves_no_names(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "mine.py").write_text(CODE + "\nraise KeyboardInterrupt\n")
+    for words in (["list", "norms", "--plugin", "mine.py"], ["run", *TINY, "--plugins", "mine.py", "--norm", "rms"]):
+        assert main(words) == 130
+        said = capsys.readouterr()
+        assert said.err == "tbbn: interrupted; run the same command again to resume.\n" and said.out == ""
+        assert "rms" not in NORMS
 
 
 def test_a_broken_package_stops_only_who_needs_it(

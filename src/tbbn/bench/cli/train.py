@@ -121,15 +121,19 @@ def _require_plugins(folders: Iterable[Path], *, unfinished: bool = False) -> No
 
 
 def _resume(args: argparse.Namespace) -> int:
-    from tbbn.bench.runs.pending import PendingRun, runs_of_sweeps
+    from tbbn.bench.runs.pending import PendingRun, check_config_file, runs_of_sweeps
     from tbbn.bench.runs.record import RECORD, load_or_restore
 
     _require_plugins(map(Path, args.runs), unfinished=True)
     known = {run.directory: run for text in args.runs for run in runs_of_sweeps(Path(text))}
-    runs = [
-        PendingRun(load_or_restore(folder).run_config, folder) if (folder / RECORD).exists() else known[folder]
-        for folder in run_folders(args.runs, list(known))
-    ]
+    runs = []
+    for folder in run_folders(args.runs, list(known)):
+        if (folder / RECORD).exists():
+            record = load_or_restore(folder)
+            check_config_file(folder, record)
+            runs.append(PendingRun(record.run_config, folder))
+        else:
+            runs.append(known[folder])
     return _train(runs, Path(args.runs[0]), args)
 
 

@@ -16,7 +16,13 @@ _TABLES = {registry.kind: registry for registry in REGISTRIES}
 
 
 def load_plugins(config: RunConfig) -> None:
-    """Load the plugins that a config names. One that cannot be loaded matters only if the config needs it."""
+    """Load every plugin that a config names."""
+    for plugin in config.plugins:
+        load_plugin(plugin)
+
+
+def load_needed_plugins(config: RunConfig) -> None:
+    """Load the plugins of a run's config. One may be missing if what it brings is there, as when its file has moved."""
     for plugin in config.plugins:
         try:
             load_plugin(plugin)
@@ -46,7 +52,7 @@ def used_plugins(config: RunConfig) -> list[dict[str, Any]]:
 def require_plugins(config: RunConfig, recorded: Sequence[Mapping[str, Any]], where: str) -> None:
     """Load the plugins of a run that is resumed. The error for a missing one says what it brings."""
     try:
-        load_plugins(config)
+        load_needed_plugins(config)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     for plugin in recorded:

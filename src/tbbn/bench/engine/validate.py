@@ -14,7 +14,7 @@ from tbbn.bench.data.sampling import batch_layout
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine.evaluate import evaluated_rows
-from tbbn.bench.engine.plugins import load_plugins
+from tbbn.bench.engine.plugins import load_needed_plugins
 from tbbn.bench.engine.setup import device_of, image_shape, memory_of, method_of, ratio_of
 from tbbn.bench.methods import Method
 from tbbn.bench.models import backbone
@@ -26,7 +26,7 @@ from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, NORMS
 def check(config: RunConfig) -> RunConfig:
     """Raise for the first setting that cannot run. Loads plugins, but no data. Returns the config with all options of plugins."""
     check_settings(config)
-    load_plugins(config)
+    load_needed_plugins(config)
     config = complete(config)
     method = method_of(config)
     AUGMENTATIONS.entry(config.batch.augment)

@@ -10,12 +10,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tbbn.bench.config import RunConfig, flatten, resolve, to_dict
-from tbbn.bench.engine.plugins import check_unchanged, load_plugins, require_plugins
+from tbbn.bench.config import RunConfig, Values, flatten, read_toml, resolve, to_dict
+from tbbn.bench.engine.plugins import check_unchanged, load_needed_plugins, load_plugins, require_plugins
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.validate import check
 from tbbn.bench.runs.recipe import RECIPE, Axes, Layer, parse_choice, read_recipe
-from tbbn.bench.runs.record import RECORD, load_or_restore
+from tbbn.bench.runs.record import CONFIG, RECORD, load_or_restore
 from tbbn.errors import UserError
 
 
@@ -27,10 +27,13 @@ class PendingRun:
     directory: Path
 
 
-def expand(layers: Sequence[Layer], axes: Axes, out: Path) -> list[PendingRun]:
-    """Every combination of the axes as a checked config with a folder of its own. A single run gets ``out`` itself."""
+def expand(layers: Sequence[Layer], axes: Axes, out: Path, *, resumes: bool = False) -> list[PendingRun]:
+    """Every combination of the axes as a checked config with a folder of its own. A single run gets ``out`` itself.
+
+    Every plugin must be there; for a sweep that is resumed, only what it needs of them.
+    """
     runs = []
-    load_plugins(resolve(*layers))  # their options have defaults, too
+    (load_needed_plugins if resumes else load_plugins)(resolve(*layers))  # their options have defaults, too
     for method, norm, seed in product(axes.methods or ("",), axes.norms or ("",), axes.seeds or (None,)):
         layer: dict[str, Any] = {}
         if method:
@@ -55,7 +58,7 @@ def runs_of_sweeps(folder: Path) -> list[PendingRun]:
     runs = []
     for file in sorted(folder.rglob(RECIPE)):
         values, axes = read_recipe(file)
-        runs += expand([(str(file), values)], axes, file.parent)
+        runs += expand([(str(file), values)], axes, file.parent, resumes=True)
     return runs
 
 
@@ -73,16 +76,35 @@ def finished_record(run: PendingRun) -> Record | None:
     if not (run.directory / RECORD).exists():
         return None
     record = load_or_restore(run.directory)
-    there, now = (flatten(to_dict(config)) for config in (record.run_config, run.config))
-    changed = [key for key in {**there, **now} if there.get(key) != now.get(key)]
-    if changed:
-        first = changed[0]
-        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        raise UserError(
-            f"{run.directory}: holds a run with another config ({first} = {there.get(first)!r} there, "
-            f"{now.get(first)!r} now{others}); use --name or --overwrite."
-        )
+    there, now = flatten(to_dict(record.run_config)), flatten(to_dict(run.config))
+    if changed := _difference(there, now, "there", "now"):
+        raise UserError(f"{run.directory}: holds a run with another config ({changed}); use --name or --overwrite.")
     if record.status != "finished":
         require_plugins(run.config, record.plugins, str(run.directory))
     check_unchanged(run.config, record.plugins, str(run.directory))
     return record if record.status == "finished" else None
+
+
+def check_config_file(directory: Path, record: Record) -> None:
+    """Refuse to resume a run whose ``config.toml`` was edited: the run goes on with the config in its record.
+
+    A file that is missing or no TOML is written again.
+    """
+    try:
+        edited = read_toml(directory / CONFIG)
+    except UserError:
+        return
+    known = flatten(to_dict(record.run_config))  # a later version may have more options than the run wrote
+    run = {key: known[key] for key in {**flatten(record.config), **edited} if key in known}
+    if changed := _difference(run, edited, "in the run", "in the file"):
+        raise UserError(
+            f"{directory / CONFIG}: was edited ({changed}), and a run cannot change its config. To resume it, undo the edit; "
+            f"to train with the file, start a new run: tbbn run {directory / CONFIG} --name NAME."
+        )
+
+
+def _difference(one: Values, other: Values, here: str, there: str) -> str:
+    """The settings in which two configs differ: the first three with both values; empty if none."""
+    changed = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    shown = [f"{key} = {one.get(key)!r:.40} {here}, {other.get(key)!r:.40} {there}" for key in changed[:3]]
+    return "; ".join(shown) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
