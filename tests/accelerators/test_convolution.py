@@ -25,7 +25,7 @@ from tbbn.bench.models.small import SmallNet
 if RUNNING:
     from tbbn.accelerators.triton import conv as conv_launch
     from tbbn.accelerators.triton import norm as kernels
-    from tbbn.accelerators.triton import norm_launch
+    from tbbn.accelerators.triton import norm_tiles
 
 
 @here
@@ -53,14 +53,15 @@ def through(monkeypatch) -> Iterator[list[int | None]]:
         return conv_launch if layer.suits(x) and x.dtype != torch.float64 else None
 
     if INTERPRETED:  # which is slow per program, however large the program
-        tiles = norm_launch.tiles_for
+        tiles = norm_tiles.tiles_for
 
         def few(*args: Any) -> Any:
             found = tiles(*args)
-            large = norm_launch.Tile(found.batch, 1024, 16)
+            large = norm_tiles.Tile(found.batch, 1024, 16)
             return found._replace(sums=large, apply=large, block=16)
 
-        monkeypatch.setattr(norm_launch, "tiles_for", few)
+        monkeypatch.setattr(norm_tiles, "tiles_for", few)
+        monkeypatch.setattr(norm_tiles, "_geometries", {})
     monkeypatch.setattr(Conv2d, "kernels_for", chosen)
     monkeypatch.setattr(kernels, "norm_act", spied)
     with backend.only(kernels, eager):
@@ -333,7 +334,7 @@ NETWORKS = {
 def test_a_resnet_through_the_kernels_is_the_plain_one_in_float64(
     device, through, monkeypatch, size, n, depths, balanced, parts
 ):
-    monkeypatch.setattr(norm_launch, "WHOLE_LIMIT", 0)  # so that known moments are used
+    monkeypatch.setattr(norm_tiles, "WHOLE_LIMIT", 0)  # so that known moments are used
     with seeded_init(seed()):
         net = ResNet(depths, [16] * len(depths)).to(device)
     check(net, plain_resnet, noise(n, 3, *size).to(device), balanced)

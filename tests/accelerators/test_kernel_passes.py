@@ -17,7 +17,7 @@ from tbbn.accelerators.fused import FusedBatchNorm2d, accelerate, norm_act
 
 if RUNNING:
     from tbbn.accelerators.triton import norm as kernels
-    from tbbn.accelerators.triton import norm_forward, norm_launch
+    from tbbn.accelerators.triton import norm_forward, norm_launch, norm_tiles
 
 
 @here
@@ -29,7 +29,7 @@ def test_this_file_passes_on_the_interpreter():
 def whole(request, monkeypatch):
     """Moments from the tile that is normalised, or from a launch of their own."""
     if not request.param:
-        monkeypatch.setattr(norm_launch, "WHOLE_LIMIT", 0)
+        monkeypatch.setattr(norm_tiles, "WHOLE_LIMIT", 0)
 
 
 @on_device
@@ -192,10 +192,10 @@ PARTS = {
 @on_device
 @pytest.mark.parametrize("name", [*list(PARTS)[:-1], pytest.param(list(PARTS)[-1], marks=pytest.mark.nightly)])
 def test_rows_are_summed_in_parts_where_programs_would_be_few(device, name, monkeypatch):
-    monkeypatch.setattr(norm_launch, "WHOLE_LIMIT", 0)
+    monkeypatch.setattr(norm_tiles, "WHOLE_LIMIT", 0)
     case, last = dict(PARTS[name]), name.startswith("channels_last")
     rows, channels, height, width = case["shape"]
-    tiles = norm_launch.tiles_for(rows, channels, height * width, 2, last, 4, norm_launch.WHOLE_LIMIT)
+    tiles = norm_tiles.tiles_for(rows, channels, height * width, 2, last, 4, norm_tiles.WHOLE_LIMIT)
     assert not tiles.whole and tiles.parts == case.pop("parts")
     assert max(compare(**case, past=3, device=device, current=2, last=last)) < 5e-6
 
@@ -272,7 +272,7 @@ def test_in_eval_mode_the_kernel_is_used_only_where_it_can_be(device, chosen, mo
 
 @on_device
 def test_a_row_has_no_more_parts_than_the_plan_kernels_merge(device):
-    assert norm_launch.tiles_for(1, 1, 2**16, 1, False, 4, norm_launch.WHOLE_LIMIT).parts == norm_launch.MOST_PARTS
+    assert norm_tiles.tiles_for(1, 1, 2**16, 1, False, 4, norm_tiles.WHOLE_LIMIT).parts == norm_tiles.MOST_PARTS
 
 
 @on_device

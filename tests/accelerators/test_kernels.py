@@ -23,7 +23,7 @@ if RUNNING:
     import triton.language as tl
 
     from tbbn.accelerators.triton import norm as kernels
-    from tbbn.accelerators.triton import norm_forward, norm_launch
+    from tbbn.accelerators.triton import norm_forward, norm_launch, norm_tiles
 
 
 @here
@@ -41,7 +41,7 @@ def test_importing_the_package_does_not_import_triton():
 def whole(request, monkeypatch):
     """Moments from the tile that is normalised, with its axes in either order, or from a launch of their own."""
     if request.param == "split":
-        monkeypatch.setattr(norm_launch, "WHOLE_LIMIT", 0)
+        monkeypatch.setattr(norm_tiles, "WHOLE_LIMIT", 0)
     elif INTERPRETED:  # a compiled kernel keeps the value it was compiled with
         monkeypatch.setattr(norm_forward, "ROWS_FIRST", tl.constexpr(request.param == "rows first"))
 

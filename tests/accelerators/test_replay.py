@@ -47,11 +47,11 @@ def norm(kernel: Kernel, x: torch.Tensor, key: object = "key") -> tuple[torch.Te
     from tbbn.accelerators.triton import replay
 
     work = torch.empty(2, 8)
-    replay.launch(
-        key,
-        [x, None, work],
-        lambda launches: launches.launch(kernel, (3, 2), x, work[1], 8, 16, PDL=False, num_warps=4),
-    )
+    bases = [x, None, work]
+    if not replay.replayed(key, bases):
+        launches = replay.Launches(bases)
+        launches.launch(kernel, (3, 2), x, work[1], 8, 16, PDL=False, num_warps=4)
+        replay.record(key, launches)
     return x, work
 
 
@@ -82,13 +82,11 @@ def test_a_pointer_to_nothing_known_is_not_recorded(kernel: Kernel) -> None:
     from tbbn.accelerators.triton import replay
 
     elsewhere = torch.zeros(8)
-    for _ in range(2):
-        replay.launch(
-            "key",
-            [torch.zeros(8)],
-            lambda launches: launches.launch(kernel, (1,), elsewhere, elsewhere, 8, 16, PDL=False, num_warps=4),
-        )
-    assert [name for name, _ in kernel.ran] == ["ordinary", "ordinary"]
+    launches = replay.Launches([torch.zeros(8)])
+    launches.launch(kernel, (1,), elsewhere, elsewhere, 8, 16, PDL=False, num_warps=4)
+    replay.record("key", launches)
+    assert [name for name, _ in kernel.ran] == ["ordinary"]
+    assert not replay.replayed("key", [torch.zeros(8)])
 
 
 def test_a_profiler_sees_every_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tbbn.accelerators.triton import conv_kernels
 from tbbn.accelerators.triton.launch import device_of, launch_options
-from tbbn.accelerators.triton.norm_launch import MOST_PARTS
+from tbbn.accelerators.triton.norm_tiles import MOST_PARTS
 
 _TILE = 4096  # output values per program of a convolution
 TILES_PER_CHUNK = 8  # tiles of pixels per program that sums weight gradients

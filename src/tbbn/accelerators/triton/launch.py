@@ -55,8 +55,11 @@ def supports_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+_HERE = nullcontext()
+
+
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Make the device of ``x`` current: kernels are launched on the current device."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
+    if x.is_cuda and x.device.index != torch._C._cuda_getDevice():
         return torch.cuda.device(x.device)
-    return nullcontext()
+    return _HERE

@@ -29,15 +29,15 @@ def supports(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
     weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
 ) -> bool:  # fmt: skip
+    if not (x.is_cuda or (norm_forward.INTERPRETED and x.is_cpu)) or x.dtype not in _DTYPES or not 2 <= x.dim() <= 5:
+        return False
+    rows, channels, size = x.shape[0], x.shape[1], x.numel()
     return (
-        (x.is_cuda or (norm_forward.INTERPRETED and x.is_cpu))
-        and x.dtype in _DTYPES
-        and 2 <= x.dim() <= 5
-        and 0 < x.numel() < 2**31
-        and x.shape[0] <= _MAX_ROWS
-        and x.shape[2:].numel() < _MAX_PIXELS
+        0 < size < 2**31
+        and rows <= _MAX_ROWS
+        and size < _MAX_PIXELS * rows * channels
         # With a single value per channel batch norm raises its own error.
-        and (x.numel() > x.shape[1] if plan is None else plan.blend is None)
+        and (size > channels if plan is None else plan.blend is None)
     )
 
 
@@ -46,7 +46,7 @@ def norm(
     weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
     momentum: float | Tensor, eps: float, batches: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    return norm_act(x, running_mean, running_var, weight, bias, plan, momentum, eps, batches, relu=False, residual=None)
+    return _train(x, running_mean, running_var, weight, bias, plan, momentum, eps, batches, False, None, None)
 
 
 def norm_act(
@@ -64,12 +64,21 @@ def norm_act(
     if not training:
         assert running_mean is not None and running_var is not None
         return norm_launch.eval_forward(x, running_mean, running_var, weight, bias, eps, relu, residual)
+    return _train(x, running_mean, running_var, weight, bias, plan, momentum, eps, batches, relu, residual, moments)
+
+
+def _train(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
+    momentum: float | Tensor, eps: float, batches: Tensor | None,
+    relu: bool, residual: Tensor | None, moments: Tensor | None,
+) -> Tensor:  # fmt: skip
     plan = whole_batch(x.shape[0], x.device) if plan is None else plan.to(x.device, torch.float32)
     if running_mean is None or running_var is None:
         if batches is not None:
             batches.add_(1)
         return _apply(x, weight, bias, residual, plan, eps, None, relu, moments)
-    unbiased = per_pixel(plan, x.shape[2:].numel()).unbiased
+    unbiased = per_pixel(plan, x.numel() // (x.shape[0] * x.shape[1])).unbiased
     running = norm_launch.Running(
         running_mean, running_var, plan.running, unbiased, momentum, batches, plan.total_variance
     )

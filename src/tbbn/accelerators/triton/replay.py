@@ -10,8 +10,6 @@ Importing this module imports Triton; import it only for CUDA tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ except ImportError:  # an older Triton
 _MISALIGNED = 15  # kernels are compiled for pointers that are multiples of 16
 _MOST = 4096  # recordings kept; a program with more configurations starts over
 Bases = Sequence[Tensor | None]
+Replay = Callable[[Bases, int], bool]
 
 
 class Launches:
@@ -32,10 +31,10 @@ class Launches:
 
     def __init__(self, bases: Bases) -> None:
         self.places = [(i, t.data_ptr(), t.nbytes) for i, t in enumerate(bases) if t is not None]
+        self.bases = len(bases)
         self.complete = not any(start & _MISALIGNED for _, start, _ in self.places)
-        self.recorded: list[
-            Callable[[list[int], int], None]
-        ] = []  # each launches a kernel, given addresses and a stream
+        self.calls: list[str] = []  # each launches a kernel, as Python source
+        self.names: dict[str, Any] = {}  # what the calls refer to
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch the ordinary way, and record it."""
@@ -46,10 +45,9 @@ class Launches:
         values = (*arguments, *(options[name] for name in kernel.arg_names[len(arguments) :]))
         words = ", ".join(self._address(v) if isinstance(v, Tensor) else repr(v) for v in values)
         x, y, z = (*grid, 1, 1)[:3]
-        # An expression with its constants in it: putting pointers into a list of arguments takes several times as long.
-        call = f"lambda a, stream: run({x}, {y}, {z}, stream, function, metadata, None, None, None, {words})"
-        names = {"run": compiled.run, "function": compiled.function, "metadata": compiled.packed_metadata}
-        self.recorded.append(eval(call, names))
+        n = len(self.calls)
+        self.names |= {f"run{n}": compiled.run, f"function{n}": compiled.function, f"data{n}": compiled.packed_metadata}
+        self.calls.append(f"run{n}({x}, {y}, {z}, stream, function{n}, data{n}, None, None, None, {words})")
 
     def _address(self, tensor: Tensor) -> str:
         """An expression for the tensor's address: the base it belongs to, and its offset there in bytes."""
@@ -63,33 +61,47 @@ class Launches:
             self.complete = False
             return "0"
         _, base, offset = min(inside)
-        return f"a[{base}] + {offset}" if offset else f"a[{base}]"
+        return f"a{base} + {offset}" if offset else f"a{base}"
+
+    def replay(self) -> Replay:
+        """All launches as one function of the bases and a stream; False, and nothing launched, if a base is misaligned.
+
+        It is made of source with every constant in it: filling lists of arguments takes several times as long.
+        """
+        given = [i for i, _, _ in self.places]
+        lines = [
+            "def replay(bases, stream):",
+            f"    {', '.join(f'a{i}' for i in range(self.bases))}, = bases",
+            *(f"    a{i} = a{i}.data_ptr()" for i in given),
+            f"    if ({' | '.join(f'a{i}' for i in given)}) & {_MISALIGNED}: return False",
+            *(f"    {call}" for call in self.calls),
+            "    return True",
+        ]
+        exec("\n".join(lines), self.names)
+        return self.names["replay"]
 
 
-_recordings: dict[Hashable, Launches] = {}
+_recordings: dict[Hashable, Replay] = {}
 
 
-def launch(key: Hashable, bases: Bases, record: Callable[[Launches], None]) -> None:
-    """Replay the launches recorded under ``key``. If there are none, ``record`` launches them.
+def replayed(key: Hashable, bases: Bases) -> bool:
+    """Replay the launches recorded under ``key``, on the current stream; False if there are none or they do not apply.
 
     The key must hold everything that shapes the launches except the addresses of ``bases``: sizes, strides, types, constants,
-    the device. The first base says where to launch.
+    which bases are None, the device. The first base says where to launch.
     """
-    found = _recordings.get(key)
-    if found is not None and not _is_profiled():
-        addresses = [0 if t is None else t.data_ptr() for t in bases]
-        if not reduce(or_, addresses) & _MISALIGNED:
-            stream = torch._C._cuda_getCurrentRawStream(bases[0].device.index)  # type: ignore[union-attr]
-            for call in found.recorded:
-                call(addresses, stream)
-            return
-    launches = Launches(bases)
-    record(launches)
-    if launches.complete and found is None:
+    replay = _recordings.get(key)
+    if replay is None or _is_profiled():
+        return False
+    return replay(bases, torch._C._cuda_getCurrentRawStream(bases[0].device.index))  # type: ignore[union-attr]
+
+
+def record(key: Hashable, launches: Launches) -> None:
+    """Keep the launches of a call for the next calls with this key, if they can be replayed."""
+    if launches.complete and key not in _recordings:
         if len(_recordings) >= _MOST:
             _recordings.clear()
-        launches.places.clear()
-        _recordings[key] = launches
+        _recordings[key] = launches.replay()
 
 
 def _is_profiled() -> bool:
