@@ -198,7 +198,7 @@ def check_packed(folder: Path, on_progress: Callable[[int, int], None] | None = 
 
 
 def _size_problem(file: Path, n_bytes: int) -> str | None:
-    """What is wrong with the size of a file; reading a map beyond the end of its file kills the process."""
+    """What is wrong with the size of a file. It is checked because reading a map beyond its file's end kills the process."""
     try:
         size = file.stat().st_size
     except OSError as error:

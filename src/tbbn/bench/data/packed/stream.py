@@ -19,12 +19,12 @@ from torch import Tensor
 from tbbn.bench.data.packed.index import PackedImages
 
 _THREADS = 4
-_MAX_DEPTH = 8  # batches prefetched at most,
-_MAX_BYTES = 1 << 28  # and their bytes
+_MAX_DEPTH = 8  # most batches prefetched
+_MAX_BYTES = 1 << 28  # most bytes prefetched
 
 
 class Prefetch(Protocol):
-    """Iterates over the batches of an epoch: for each a list that holds its images, or nothing if none had to be read."""
+    """Iterates over the batches of an epoch: for each a list with its images, empty if none had to be read."""
 
     def __iter__(self) -> Iterator[list[Tensor]]: ...
 

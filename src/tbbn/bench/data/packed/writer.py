@@ -165,7 +165,7 @@ def _made_from(request: PackRequest, fingerprints: Sequence[list[bytes]]) -> str
 
 
 def _saved_storage(request: PackRequest, dest: Path, fingerprints: Sequence[list[bytes]]) -> Storage | None:
-    """What was decided when packing these images into this folder began, if it did."""
+    """The storage chosen by an earlier, unfinished packing of these images; None if there was none."""
     try:
         saved = json.loads((dest / _STORAGE).read_text())
         channels, height, width = map(int, saved["shape"])
@@ -220,7 +220,7 @@ def _up_to_date(request: PackRequest, dest: Path, fingerprints: Sequence[list[by
 
 
 def _unfinished(dest: Path, jobs: Sequence[ShardJob], overwrite: bool) -> list[ShardJob]:
-    """The shards still to be written; deletes what is in their way."""
+    """The shards still to be written; deletes files that stand in their place."""
     wanted = {job.file.name for job in jobs}
     if is_packed(dest) and _same_images(dest, jobs):
         return _damaged(dest, jobs)
@@ -236,7 +236,7 @@ def _unfinished(dest: Path, jobs: Sequence[ShardJob], overwrite: bool) -> list[S
 
 
 def _same_images(dest: Path, jobs: Sequence[ShardJob]) -> bool:
-    """Whether the complete set in `dest` was made from what these jobs are made from."""
+    """Whether the complete set in `dest` was made from the same images as these jobs."""
     try:
         indexed = _indexed_shards(dest)
     except UserError:  # damaged, or of another version: none of its shards is trusted
