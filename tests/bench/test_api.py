@@ -170,8 +170,8 @@ def test_data_may_be_arrays_or_datasets(capsys: pytest.CaptureFixture[str]) -> N
     del result, other
     gc.collect()
     assert main(["verify", "kept", "--json"]) == 0
-    subjects = [finding["subject"] for finding in json.loads(capsys.readouterr().out)[0]["findings"]]
-    assert any(subject.startswith("predictions (not compared with the labels: the data was") for subject in subjects)
+    findings = json.loads(capsys.readouterr().out)[0]["findings"]
+    assert any(finding["not_checked"].startswith("the data was passed in memory") for finding in findings)
     (loaded,) = tbbn.load("kept")
     assert loaded.network()(torch.from_numpy(IMAGES)[:, None]).shape == (48, 4)  # needs no data
     with pytest.raises(UserError, match=f"'{name}' was passed in memory and is gone; pass the same data"):

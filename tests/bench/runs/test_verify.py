@@ -37,15 +37,18 @@ def done(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def problems(directory: Path) -> dict[str, str]:
-    return {f.subject: f.problem for f in verify(directory) if f.problem}
+def problems(directory: Path, *, evaluate: bool = True) -> dict[str, str]:
+    return {f.subject: f.problem for f in verify(directory, evaluate=evaluate) if f.problem}
 
 
 def test_an_intact_run_has_no_problem(done: Path) -> None:
     findings = verify(done)
     assert {f.problem for f in findings} == {""}
-    by_task = {f"{what} after task {t}" for what in ("accuracy", "error types") for t in (1, 2, 3)}
-    assert {f.subject for f in findings} == {*FILES, *by_task, "metrics", "class order"}
+    kinds = ("accuracy", "error types", "task-IL accuracy", "evaluation")
+    by_task = {f"{what} after task {t}" for what in kinds for t in (1, 2, 3)}
+    before = {"class order", "task sizes", "data", "skipped images", "splits", "exemplars", "epochs in the history"}
+    subjects = {f.subject for f in findings if not f.not_checked}
+    assert subjects == {*FILES, *by_task, *before, "metrics", "status", "predictions"}
     assert {file.name for file in done.iterdir()} == FILES | {".lock"}
 
 
@@ -61,7 +64,8 @@ def test_a_forged_accuracy_is_found(done: Path) -> None:
     accuracy = json.loads((done / "record.json").read_text())["accuracy"]
     accuracy[1][0] = 0.97
     rewritten(done, accuracy=accuracy)
-    assert set(problems(done)) == {"accuracy after task 2", "metrics"}
+    states = {"checkpoint.safetensors", "checkpoint.previous.safetensors", "task-3.safetensors"}
+    assert set(problems(done)) == {"accuracy after task 2", "metrics", *states}
 
 
 def test_forged_metrics_are_found(done: Path) -> None:
@@ -75,7 +79,7 @@ def test_an_edited_record_is_found_and_the_wrong_value_named(done: Path) -> None
     tree["errors"][2]["C->C"] += 1
     (done / "record.json").write_text(json.dumps(tree, indent=1) + "\n")
     found = problems(done)
-    assert set(found) == {"record.json", "error types after task 3"}
+    assert set(found) == {"record.json", "error types after task 3", "checkpoint.safetensors"}
     assert found["record.json"] == "damaged: its content does not match its checksum."
     del tree["sha256"]
     (done / "record.json").write_text(json.dumps(tree))
@@ -95,7 +99,7 @@ def test_a_flipped_bit_in_any_file_is_noticed_and_the_file_named(
         bad = bytearray(good)
         bad[place] ^= 1 << i % 8
         file.write_bytes(bad)
-        assert name in problems(tmp_path / "run"), (place, i % 8)
+        assert name in problems(tmp_path / "run", evaluate=False), (place, i % 8)
     assert main(["verify", str(tmp_path / "run")]) == 1
     said = capsys.readouterr().out
     assert said.startswith(f"{tmp_path / 'run'}: FAILED (") and f"\n  {name}: " in said
@@ -158,7 +162,7 @@ def test_a_run_killed_between_two_files_passes(tmp_path: Path, monkeypatch: pyte
                     run_saved(config, directory, every=0.0)
         if (directory / "record.json").exists():
             looked_at += 1
-            assert problems(directory) == {}
+            assert problems(directory, evaluate=False) == {}
         if n % 9 == 0:
             assert run_saved(config, directory).status == "finished"
             assert problems(directory) == {}
@@ -194,7 +198,15 @@ def test_a_changed_config_file_is_found(done: Path) -> None:
 
 def test_the_command_says_ok_or_failed(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(done)]) == 0
-    assert ": OK (15 checks passed)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert ": OK (29 checks passed)\n" in said
+    assert "\n  checked: record.json, predictions.safetensors, config.toml, " in said
+    assert " accuracy after task 1, 2, 3, error types after task 1, 2, 3, " in said
+    assert "\n  not checked: losses in the history (--retrain-task N trains task N again and compares)\n" in said
+    assert main(["verify", str(done), "--no-evaluation"]) == 0
+    said = capsys.readouterr().out
+    assert ": OK (26 checks passed)\n" in said
+    assert "\n  not checked: evaluation after task 1, 2, 3 (--no-evaluation)\n" in said
     (done / "config.toml").write_text("seed = 'x'")
     assert main(["verify", str(done)]) == 1
     assert ": FAILED (" in capsys.readouterr().out

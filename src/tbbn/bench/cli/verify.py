@@ -13,7 +13,7 @@ from tbbn.errors import UserError, printable
 
 if TYPE_CHECKING:
     from tbbn.bench.engine import Event
-    from tbbn.bench.runs.verify import Finding
+    from tbbn.bench.runs.finding import Finding
 
 
 def add(command: Command) -> None:
@@ -22,6 +22,8 @@ def add(command: Command) -> None:
     verify.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
     verify.add_argument("--retrain-task", type=int, metavar="N", help="also retrain task N and compare bit for bit")
     verify.add_argument("--from-start", action="store_true", help="with --retrain-task: retrain tasks 1 to N")
+    line = "do not evaluate the saved networks again (on a CPU it may take minutes)"
+    verify.add_argument("--no-evaluation", action="store_true", help=line)
     verify.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -30,7 +32,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     if args.from_start and args.retrain_task is None:
         raise UserError("--from-start needs --retrain-task N.")
-    found = {folder: verify(folder) for folder in run_folders(args.runs)}
+    found = {folder: verify(folder, evaluate=not args.no_evaluation) for folder in run_folders(args.runs)}
     if args.retrain_task is not None:
         for folder, findings in found.items():
             if not any(finding.problem for finding in findings):  # a damaged record has nothing to compare with
@@ -46,11 +48,24 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _print_findings(folder: Path, findings: list[Finding]) -> None:
     problems = [finding for finding in findings if finding.problem]
-    n = len(findings)
-    result = f"FAILED ({len(problems)} of {n} checks)" if problems else f"OK ({n} checks passed)"
+    made = [finding for finding in findings if not finding.not_checked]
+    result = f"FAILED ({len(problems)} of {len(made)} checks)" if problems else f"OK ({len(made)} checks passed)"
     print(printable(f"{folder}: {result}"))
     for finding in problems:
         print(printable(f"  {finding.subject}: {finding.problem}"))
+    print(printable(f"  checked: {', '.join(_subjects(made))}"))
+    for reason in dict.fromkeys(finding.not_checked for finding in findings if finding.not_checked):
+        subjects = _subjects([finding for finding in findings if finding.not_checked == reason])
+        print(printable(f"  not checked: {', '.join(subjects)} ({reason})"))
+
+
+def _subjects(findings: list[Finding]) -> list[str]:
+    """Each subject once, with all its tasks: accuracy after task 1, 2, 3."""
+    tasks: dict[str, list[str]] = {}
+    for finding in findings:
+        subject, task, number = finding.subject.partition(" task ")
+        tasks.setdefault(subject + task, []).append(number)
+    return [subject + ", ".join(numbers) if numbers[0] else subject for subject, numbers in tasks.items()]
 
 
 def _retrain(folder: Path, task: int, from_start: bool) -> list[Finding]:

@@ -86,6 +86,14 @@ def without_data(config: RunConfig) -> str:
     return ""
 
 
+def without_plugins(config: RunConfig) -> str:
+    """Why the config's network and method cannot be made here: a plugin is missing; empty if they can."""
+    for registry, name in _names(config):
+        if name not in registry:
+            return f"{registry.kind} {name!r} comes from a plugin that is not here"
+    return ""
+
+
 def describe_plugins(recorded: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each plugin of a record."""
     return [f"plugin {_shown(plugin)}: {', '.join(plugin['brings'])}" for plugin in recorded]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -194,6 +194,11 @@ def record_of(config: RunConfig, source: Source, scenario: Scenario, network: Ne
     record.class_order = list(scenario.class_order)
     record.task_sizes = list(scenario.task_sizes)
     record.skipped = list(source.skipped)
-    stats = {"mean": list(source.mean), "std": list(source.std)}
-    record.data = {"classes": list(source.classes), "shape": list(image_shape(config, source)), **stats}
+    record.data = data_facts(config, source)
     return record
+
+
+def data_facts(config: RunConfig, source: Source) -> dict[str, Any]:
+    """What a record says about the data: class names, shape of the network's input, channel mean and std."""
+    stats = {"mean": list(source.mean), "std": list(source.std)}
+    return {"classes": list(source.classes), "shape": list(image_shape(config, source)), **stats}

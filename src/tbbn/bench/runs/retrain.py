@@ -9,19 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from tbbn.bench.config import RunConfig, to_toml
+from tbbn.bench.config import to_toml
 from tbbn.bench.engine.events import Event, Position, TaskEnded
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.plugins import check_unchanged, require_plugins
 from tbbn.bench.engine.record import Record, digest
-from tbbn.bench.engine.setup import device_of
 from tbbn.bench.runs import checkpoint, state
+from tbbn.bench.runs.finding import Finding
 from tbbn.bench.runs.record import load_record
-from tbbn.bench.runs.verify import Finding
+from tbbn.bench.runs.states import explanation, same_place
 from tbbn.errors import UserError
-
-# What the rounding of floating-point sums depends on.
-ENVIRONMENT = ("device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "tbbn")
 
 
 def retrain(
@@ -35,7 +32,8 @@ def retrain(
         raise UserError(f"{directory}: the run {learnt}; cannot retrain task {task + 1}.")
     require_plugins(record.run_config, record.plugins, str(directory))
     check_unchanged(record.run_config, record.plugins, str(directory))
-    run = Run(_config(record, task))
+    config = same_place(record)
+    run = Run(replace(config, data=replace(config.data, stop_after=task + 1)))
     here = {**run.record.environment}
     findings: list[Finding] = []
     if task and not from_start:
@@ -49,18 +47,6 @@ def retrain(
         problem = f"diverged: {run.record.message}; {_explanation(record, here)}"
         findings.append(Finding(f"task {run.position.task + 1}, retrained", problem))
     return findings
-
-
-def _config(record: Record, task: int) -> RunConfig:
-    """The run's config up to the task, with the run's number of threads, on its device if this machine has it."""
-    config = record.run_config
-    threads = config.threads or int(record.environment.get("threads", 0))
-    config = replace(config, threads=threads, data=replace(config.data, download=False, stop_after=task + 1))
-    try:
-        device_of(config)
-    except UserError:
-        return replace(config, device="auto")
-    return config
 
 
 def _restore(run: Run, directory: Path, task: int, record: Record) -> Finding:
@@ -127,11 +113,4 @@ def _loss_difference(stored: list[dict[str, Any]], now: list[dict[str, Any]]) ->
 
 
 def _explanation(record: Record, here: dict[str, Any]) -> str:
-    """What may explain a difference."""
-    there = record.environment
-    changed = [f"{k} was {there.get(k)}, is {here.get(k)}" for k in ENVIRONMENT if there.get(k) != here.get(k)]
-    if changed:
-        return f"results are equal only in the same environment, and here {', '.join(changed)}."
-    if record.resumed:
-        return "the run was resumed in another environment, which may explain it."
-    return "the environment is the same, so they should be equal."
+    return explanation(record, here) or "the environment is the same, so they should be equal."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tbbn.bench.data.augment import evaluation_view, normalise
 from tbbn.bench.engine.plugins import require_plugins
 from tbbn.bench.engine.record import Record
-from tbbn.bench.engine.setup import image_shape, load_source, method_of
+from tbbn.bench.engine.setup import data_facts, image_shape, load_source, method_of
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network, backbone
 from tbbn.bench.runs import checkpoint
@@ -54,13 +54,7 @@ def trained(record: Record, network: Network) -> TrainedNetwork:
     config = record.run_config
     facts = record.data
     if not facts:  # from a version that did not write them
-        source = load_source(config, download=False)
-        facts = {
-            "classes": source.classes,
-            "shape": image_shape(config, source),
-            "mean": source.mean,
-            "std": source.std,
-        }
+        facts = data_facts(config, load_source(config, download=False))
     plain = copy.deepcopy(network).cpu().eval().requires_grad_(False)
     with suppress(UserError):  # a norm that is not batch norm in eval mode stays what it is
         revert(plain)

@@ -1,0 +1,134 @@
+"""What a record must hold: computed again from the config, the data set and the stored predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tbbn.bench import metrics
+from tbbn.bench.config import RunConfig
+from tbbn.bench.data.memory import ExemplarMemory
+from tbbn.bench.data.scenario import Scenario
+from tbbn.bench.data.types import Source
+from tbbn.bench.engine.evaluate import confusion_of, evaluated_rows
+from tbbn.bench.engine.phase import PhaseSettings
+from tbbn.bench.engine.plugins import without_plugins
+from tbbn.bench.engine.record import Record
+from tbbn.bench.engine.setup import data_facts, full_batch, memory_of, method_of
+from tbbn.bench.methods import Method, TaskContext
+from tbbn.bench.runs.finding import Finding, compare
+
+
+def status(record: Record) -> Finding:
+    """Whether a finished run has learnt every task; needs no data set."""
+    data = record.run_config.data
+    n_tasks, n_learnt = min(data.tasks, data.stop_after or data.tasks), len(record.accuracy)
+    if record.status == "finished" and n_learnt != n_tasks:
+        return Finding("status", f"the record says finished, but has {n_learnt} of {n_tasks} tasks.")
+    if n_learnt > n_tasks:
+        return Finding("status", f"the record has {n_learnt} tasks, the config {n_tasks}.")
+    return Finding("status")
+
+
+def predictions_present(record: Record, predictions: Mapping[str, Tensor]) -> Finding:
+    """Whether there are predictions for every task learnt.
+
+    They are written before the record: a run killed in between has those of one more task.
+    """
+    n = len(record.accuracy)
+    extra = predictions.keys() - {f"task{t}" for t in range(n)}
+    allowed = set() if record.status == "finished" else {f"task{n}"}
+    if extra <= allowed and len(predictions) - len(extra) == n:
+        return Finding("predictions")
+    names = ", ".join(sorted(predictions)) or "none"
+    return Finding("predictions", f"the record has {n} tasks, but there are predictions for: {names}.")
+
+
+def known_before_training(record: Record, source: Source, scenario: Scenario) -> Iterator[Finding]:
+    """Check what follows from the config and the data set: classes, task sizes, splits, exemplars, epochs."""
+    config, n = record.run_config, len(record.accuracy)
+    yield compare("class order", record.class_order, list(scenario.class_order))
+    yield compare("task sizes", record.task_sizes, list(scenario.task_sizes))
+    yield compare("data", record.data, data_facts(config, source))
+    yield compare("skipped images", record.skipped, list(source.skipped))
+    if reason := without_plugins(config):
+        yield Finding("splits, exemplars and epochs", not_checked=reason)
+        return
+    method = method_of(config)
+    yield compare("splits", record.splits, [full_batch(config, method, t).splits for t in range(n)])
+    exemplars = [_n_exemplars(config, method, scenario, t) for t in range(n)]
+    yield compare("exemplars", record.exemplars, exemplars)
+    yield _epochs(record, method, exemplars)
+
+
+def _n_exemplars(config: RunConfig, method: Method, scenario: Scenario, task: int) -> int:
+    """The number of rows in the memory after a task."""
+    memory = memory_of(config)
+    if not method.uses_memory or not memory.budget:
+        return 0
+    rows = torch.cat([t.train for t in scenario.tasks[: task + 1]])
+    if memory.selection == "reservoir":
+        return min(memory.budget, len(rows))
+    quota = memory.quota(scenario.tasks[task].classes.stop)
+    return int(torch.bincount(scenario.train_labels[rows].cpu()).clamp(max=quota).sum())
+
+
+@dataclass
+class _Beginning:
+    """What a method may ask about a task to list its phases: the part of a TaskContext that needs no network."""
+
+    number: int
+    memory: ExemplarMemory
+
+
+def _epochs(record: Record, method: Method, exemplars: list[int]) -> Finding:
+    """Whether the history has an entry with the right learning rate for every epoch; of the next task, for the first ones."""
+    config, wanted = record.run_config, []
+    for task in range(len(record.accuracy) + 1):
+        rows = torch.zeros(exemplars[task - 1] if task else 0, dtype=torch.int64)
+        context = _Beginning(task, replace(memory_of(config), index=rows))
+        try:
+            phases = method.phases(cast(TaskContext, context))
+        except AttributeError:
+            return Finding("epochs in the history", not_checked=f"the phases of {config.method.name} need its network")
+        for phase in phases:
+            settings = PhaseSettings.of(config, phase)
+            has_validation = settings.keep == "best"
+            wanted += [(task, phase.name, e, settings.lr_at(e), has_validation) for e in range(settings.epochs)]
+    n_past = sum(entry[0] < len(record.accuracy) for entry in wanted)
+    found = [(*(e.get(k) for k in ("task", "phase", "epoch", "lr")), "validation" in e) for e in record.history]
+    if found == wanted[: len(found)] and n_past <= len(found):
+        return Finding("epochs in the history")
+    i = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
+    there, here = (_entry(entries[i]) if i < len(entries) else "nothing" for entries in (found, wanted))
+    return Finding("epochs in the history", f"entry {i + 1} is {there}; the config asks for {here}.")
+
+
+def _entry(entry: tuple[Any, ...]) -> str:
+    task, phase, epoch, lr, _ = entry
+    return f"task {task}, phase {phase}, epoch {epoch}, lr {lr}"
+
+
+def results(record: Record, scenario: Scenario, predictions: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Compare accuracies and error types with what the predictions and the labels of the data set give."""
+    for t, task in enumerate(scenario.tasks[: len(record.accuracy)]):
+        after = f"after task {t + 1}"
+        rows = [evaluated_rows(record.run_config, task) for task in scenario.tasks[: t + 1]]
+        labels, predicted = scenario.test_labels[torch.cat(rows)], predictions[f"task{t}"].long()
+        if len(labels) != len(predicted):
+            yield Finding(f"accuracy {after}", f"{len(predicted)} predictions for {len(labels)} test images.")
+            continue
+        if not 0 <= int(predicted.min()) <= int(predicted.max()) < task.classes.stop:
+            yield Finding(f"accuracy {after}", f"there are predictions outside of the {task.classes.stop} classes.")
+            continue
+        hits = (predicted == labels).split([len(part) for part in rows])
+        yield compare(f"accuracy {after}", record.accuracy[t], [h.double().mean().item() for h in hits])
+        errors = metrics.confusion_error_types(confusion_of(labels, predicted, task.classes.stop), task.classes.start)
+        yield compare(f"error types {after}", record.errors[t], errors)
+        # An image whose class is found among all classes is found among those of its task.
+        low = any(il < accuracy for il, accuracy in zip(record.task_il[t], record.accuracy[t], strict=True))
+        yield Finding(f"task-IL accuracy {after}", "it is below the accuracy among all classes." if low else "")

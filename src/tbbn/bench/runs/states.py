@@ -1,0 +1,162 @@
+"""Check a record against the checkpoints of its run, and against the networks in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tbbn.bench.config import RunConfig, to_toml
+from tbbn.bench.data.scenario import Scenario
+from tbbn.bench.data.types import Source
+from tbbn.bench.engine import setup
+from tbbn.bench.engine.evaluate import evaluate
+from tbbn.bench.engine.events import Position
+from tbbn.bench.engine.plugins import without_plugins
+from tbbn.bench.engine.record import Record, digest, environment
+from tbbn.bench.engine.torch_settings import torch_settings
+from tbbn.bench.runs import checkpoint
+from tbbn.bench.runs.finding import Finding
+from tbbn.bench.runs.record import record_from
+from tbbn.errors import UserError
+
+State = tuple[dict[str, Any], dict[str, Tensor]]  # what checkpoint.read gives
+
+# What the rounding of floating-point sums depends on.
+ENVIRONMENT = ("device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "tbbn")
+ROUNDING = 0.01  # the share of predictions that rounding may change in another environment
+
+_SAME = ("config", "data", "class_order", "task_sizes", "skipped", "environment", "plugins")
+_GROWING = ("accuracy", "task_il", "errors", "exemplars", "splits", "weights", "history", "resumed")
+
+
+def compared(record: Record, predictions: Mapping[str, Tensor], states: Mapping[str, State]) -> Iterator[Finding]:
+    """Compare every checkpoint with the record, the predictions, and itself."""
+    for name, (values, tensors) in states.items():
+        try:
+            problem = _problem(name, record, predictions, values, tensors)
+        except Exception as error:  # a file with a valid checksum may still hold anything
+            problem = f"does not fit this run ({type(error).__name__}: {error})."
+        yield Finding(name, problem)
+    if not states:
+        yield Finding("checkpoints", not_checked="there are none")
+
+
+def _problem(
+    name: str, record: Record, predictions: Mapping[str, Tensor], values: dict[str, Any], tensors: dict[str, Tensor]
+) -> str:
+    if values["config"] != to_toml(record.run_config):
+        return "is of a run with another config."
+    own, position = record_from(values["record"], name), Position(**values["position"])
+    n, is_between = position.task, position == Position(position.task)
+    if name not in (checkpoint.NEWEST, checkpoint.PREVIOUS) and (not is_between or name != checkpoint.task_file(n)):
+        return f"is not the state at the start of its task, but that at {position}."
+    if n != len(own.accuracy):
+        return f"is at task {n + 1}, but its record has {len(own.accuracy)} tasks."
+    # The checkpoint is written before the record: a run killed in between is one task further.
+    if n > len(record.accuracy) + (record.status != "finished"):
+        return f"has learnt {n} tasks, the record {len(record.accuracy)}."
+    for key in _SAME:
+        if getattr(own, key) != getattr(record, key):
+            return f"its {key} differs from the record's."
+    for key in _GROWING:
+        pairs = zip(getattr(own, key), getattr(record, key), strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if first is not None:
+            return f"its {key} differs from the record's, first in entry {first + 1}."
+    if problem := _position_problem(position, own, values["totals"]):
+        return problem
+    for key, tensor in checkpoint.split(tensors, "predictions").items():
+        if key in predictions and not torch.equal(tensor, predictions[key]):
+            return f"its predictions differ from those of the run, in {key}."
+    if list(values["task_sizes"]) != own.task_sizes[: n if is_between else n + 1]:
+        return f"its network has tasks of {values['task_sizes']} classes, the record of {own.task_sizes}."
+    if len(tensors["memory.index"]) != (own.exemplars[n - 1] if n else 0):
+        return f"its memory has {len(tensors['memory.index'])} rows, the record {own.exemplars[n - 1] if n else 0}."
+    weights = checkpoint.split(tensors, "network" if is_between else "previous")
+    if n and weights and digest(weights) != own.weights[n - 1]:
+        return f"its weights are not those of the record after task {n}."
+    return ""
+
+
+def _position_problem(position: Position, own: Record, totals: list[dict[str, Any]]) -> str:
+    """Whether the epochs and steps that were counted lead to the position."""
+    last = own.history[-1] if own.history else {"task": -1, "epoch": -1}
+    epochs = last["epoch"] + 1 if last["task"] == position.task else 0
+    begins_phase = position.epoch == 0 and (position.phase > 0) == (epochs > 0)
+    if not begins_phase and epochs != position.epoch:
+        return f"its history has {epochs} epochs of the phase, but it is at epoch {position.epoch + 1}."
+    steps = sum(entry["count"] for entry in totals)
+    return "" if steps == position.step else f"it counted {steps} steps of the epoch, but is at step {position.step}."
+
+
+def same_place(record: Record) -> RunConfig:
+    """The run's config with its number of threads, on its device if this machine has that; downloads nothing."""
+    config = record.run_config
+    threads = config.threads or int(record.environment.get("threads", 0))
+    config = replace(config, threads=threads, data=replace(config.data, download=False))
+    try:
+        setup.device_of(config)
+    except UserError:
+        return replace(config, device="auto")
+    return config
+
+
+def explanation(record: Record, here: Mapping[str, Any]) -> str:
+    """What in the environment may explain a difference; empty if nothing may."""
+    there = record.environment
+    changed = [f"{k} was {there.get(k)}, is {here.get(k)}" for k in ENVIRONMENT if there.get(k) != here.get(k)]
+    if changed:
+        return f"results are equal only in the same environment, and here {', '.join(changed)}."
+    return "the run was resumed in another environment, which may explain it." if record.resumed else ""
+
+
+def evaluated(
+    record: Record,
+    source: Source,
+    scenario: Scenario,
+    predictions: Mapping[str, Tensor],
+    states: Mapping[str, State],
+    is_wanted: bool,
+) -> Iterator[Finding]:
+    """Evaluate every saved network again, and compare predictions and task-IL accuracy."""
+    networks: dict[int, State] = {}
+    for values, tensors in states.values():
+        position = Position(**values["position"])
+        if position == Position(position.task) and 0 < position.task <= len(record.accuracy):
+            networks[position.task - 1] = values, tensors
+    why = without_plugins(record.run_config) or ("" if is_wanted else "--no-evaluation")
+    config = same_place(record)
+    for t in range(len(record.accuracy)):
+        subject = f"evaluation after task {t + 1}"
+        if why or t not in networks:
+            yield Finding(subject, not_checked=why or "the network after this task is not saved")
+        else:
+            problem = _evaluation_problem(t, record, config, source, scenario, predictions[f"task{t}"], networks[t])
+            yield Finding(subject, problem)
+
+
+def _evaluation_problem(
+    t: int, record: Record, config: RunConfig, source: Source, scenario: Scenario, predictions: Tensor, state: State
+) -> str:
+    device, method = setup.device_of(config), setup.method_of(config)
+    with torch_settings(config, device):
+        here = {**environment(), "device": device.type}
+        test_data = setup.on_device(config, source, scenario, "test", device)
+        network = setup.make_network(config, method, source, device)
+        weights = {name: tensor.to(device) for name, tensor in checkpoint.split(state[1], "network").items()}
+        network.restore(weights, state[0]["task_sizes"])
+        result = evaluate(scenario.tasks[t], config, scenario, method, network.eval(), test_data)
+    why = explanation(record, here)
+    tolerated = ROUNDING if why else 0.0
+    again = result.predictions
+    differing = (again != predictions).double().mean().item() if len(again) == len(predictions) else 1.0
+    if differing > tolerated:
+        return f"{100 * differing:.2g} % of the saved network's predictions differ from the stored ones. {why}".rstrip()
+    apart = max(abs(a - b) for a, b in zip(result.task_il, record.task_il[t], strict=True))
+    if apart > tolerated:
+        return f"task-IL accuracy: the record says {record.task_il[t]}, the saved network gives {result.task_il}. {why}"
+    return ""
