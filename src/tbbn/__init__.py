@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tbbn.bench.api import load, run, sweep
-    from tbbn.nn import balance, convert, functional, penalty, revert, splits
+    from tbbn.nn import balance, convert, functional, penalty, register_converter, revert, splits
     from tbbn.nn.adab2n import AdaptiveBalancedNorm
     from tbbn.nn.comparison import (
         BatchRenorm,
@@ -64,6 +64,7 @@ __all__ = [
     "penalty",
     "register_augmentation",
     "register_backbone",
+    "register_converter",
     "register_dataset",
     "register_method",
     "register_norm",
@@ -78,7 +79,7 @@ def __getattr__(name: str) -> Any:
     """Import what a public name needs when it is first used: registering needs nothing, the layer torch alone."""
     if name not in (*__all__, "errors", "nn", "plugins", "registry"):
         raise AttributeError(f"module 'tbbn' has no attribute {name!r}")
-    if name.startswith("register_"):
+    if name.startswith("register_") and name != "register_converter":
         return getattr(import_module("tbbn.registry"), name)
     if name in ("load", "run", "sweep"):
         try:

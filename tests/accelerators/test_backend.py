@@ -141,3 +141,13 @@ def test_where_there_are_no_kernels_fused_batch_norm_is_torchs_bit_for_bit(optio
         fused.train()(torch.randn(1, 4, 1, 1))
     with pytest.raises(ValueError, match="expected 4D input"):
         fused(torch.randn(8, 4, 3))
+
+
+def test_the_fused_form_runs_the_forward_of_a_class_with_an_activation():
+    class WithActivation(nn.BatchNorm2d):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    layer, x = tbbn.convert(WithActivation(4)), torch.randn(12, 4, 3, 3)
+    with tbbn.balance(layer, current=8, memory=4, past_tasks=2):
+        assert norm_act(layer, x, relu=False, residual=torch.full_like(x, -1.0)).min() == -1

@@ -124,6 +124,8 @@ def test_a_model_without_a_balanced_layer_is_an_error_with_the_remedy():
         tbbn.balance(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), **EIGHT)
     with pytest.raises(UserError, match="no task-balanced layer"):
         tbbn.balance(network("gn", groups=2), **EIGHT)
+    with pytest.raises(UserError, match="balance: Linear has no batch norm, so there is nothing to balance"):
+        tbbn.balance(nn.Linear(2, 2), **EIGHT)
 
 
 @pytest.mark.parametrize(

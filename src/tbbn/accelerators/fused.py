@@ -15,6 +15,7 @@ from tbbn.accelerators.backend import find
 from tbbn.accelerators.eager import activate
 from tbbn.accelerators.transforms import under_transform
 from tbbn.accelerators.triton import TRITON
+from tbbn.nn.foreign import ForeignNorm
 from tbbn.nn.functional import task_balanced_batch_norm
 from tbbn.nn.modules import PlannedNorm, arguments
 from tbbn.nn.plan import Plan
@@ -156,8 +157,8 @@ class Conv2d(nn.Conv2d):
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether calling the module would run hooks: then it must be called."""
-    return bool(
+    """Whether calling the module would run hooks, or a forward of its own: then it must be called."""
+    return isinstance(module, ForeignNorm) or bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     ) or _has_any_global_hook()  # fmt: skip
 

@@ -3,6 +3,7 @@
 from tbbn.nn.adab2n import penalty
 from tbbn.nn.balancing import balance, is_balanced, wants_task_ids
 from tbbn.nn.convert import convert, revert
+from tbbn.nn.foreign import register_converter
 from tbbn.nn.plan import splits
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "convert",
     "is_balanced",
     "penalty",
+    "register_converter",
     "revert",
     "splits",
     "wants_task_ids",

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tbbn.errors import UserError
+from tbbn.nn.convert import is_norm
 from tbbn.nn.modules import BalancedNorm
 from tbbn.nn.plan import Layout, make_layout
 
@@ -42,9 +43,7 @@ class balance:
         self.layout = make_layout(current, memory, is_memory, past_tasks, task_ids)
         self.layers = list(balanced_layers(module))
         if not self.layers:
-            raise UserError(
-                f"balance: {type(module).__name__} has no task-balanced layer; call tbbn.convert(model) once, before training."
-            )
+            raise _nothing_to_balance(module)
         # A stack: the same block may be entered again inside itself.
         self.before: list[list[tuple[Layout | None, Any]]] = []
 
@@ -60,6 +59,15 @@ class balance:
     ) -> None:
         for layer, before in zip(self.layers, self.before.pop(), strict=True):
             layer.set_layout(*before)
+
+
+def _nothing_to_balance(module: nn.Module) -> UserError:
+    name = type(module).__name__
+    if not any(is_norm(m) for m in module.modules()):
+        return UserError(
+            f"balance: {name} has no batch norm, so there is nothing to balance; leave tbbn out for this model."
+        )
+    return UserError(f"balance: {name} has no task-balanced layer; call tbbn.convert(model) once, before training.")
 
 
 def balanced_layers(module: nn.Module) -> Iterator[BalancedNorm]:

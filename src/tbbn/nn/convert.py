@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import fields
 from typing import Any
 
@@ -14,8 +14,11 @@ from tbbn.errors import UserError, unknown_name
 from tbbn.nn import comparison
 from tbbn.nn import modules as layers
 from tbbn.nn.adab2n import AdaptiveBalancedNorm
+from tbbn.nn.carrying import carry, is_made
+from tbbn.nn.foreign import ForeignNorm, combine
 from tbbn.nn.plan import PlanOptions
-from tbbn.registry import NORMS, Option, options_of
+from tbbn.nn.selection import Skip, skipped_modules, warn_of_unchanged
+from tbbn.registry import BUILT_IN, NORMS, Entry, Option, options_of
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _BALANCED = (layers.TaskBalancedBatchNorm1d, layers.TaskBalancedBatchNorm2d, layers.TaskBalancedBatchNorm3d)
@@ -84,60 +87,98 @@ for _name, (_norm, _description, _options) in _BUILT_IN.items():
     NORMS.register(_name, _norm, _description, _options)
 
 
-def convert(module: nn.Module, norm: str = "tbbn", **options: Any) -> nn.Module:
+def convert(module: nn.Module, norm: str = "tbbn", *, skip: Skip = (), **options: Any) -> nn.Module:
     """Replace every batch norm in ``module`` by ``norm``, in place; return the module (or its replacement).
 
-    Weights, buffers, training mode, device and dtype are kept; a batch norm used in several places stays one object.
-    ``options`` are passed to the new layers: ``convert(model, "gn", groups=8)``.
+    Weights, buffers, hooks, attributes, training mode, device and dtype are kept; a batch norm used in several places stays one
+    object. A batch norm class with a forward of its own keeps that forward (see :func:`tbbn.register_converter`).
+
+    Args:
+        module: any model.
+        norm: the name of the new norm.
+        skip: the layers to leave as they are: names or patterns (``"head.*"``), classes, of the layer or of a module around it,
+            or functions of a layer's name and the layer.
+        options: passed to the new layers: ``convert(model, "gn", groups=8)``.
 
     >>> type(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]).__name__
     'TaskBalancedBatchNorm2d'
     """
     _check_options(norm, options)
-    return _replace(module, lambda old: _make(norm, old, options))
+    skipped = skipped_modules(module, skip)
+    new, norms = _replace(module, lambda old: _make(norm, old, options), skipped)
+    if norm != "bn":
+        warn_of_unchanged(module, norms, skipped)
+    return new
 
 
 def revert(module: nn.Module) -> nn.Module:
     """Replace the layers made by :func:`convert` by plain batch norm: to deploy, to export, to share.
 
-    Outputs in eval mode stay the same. Raises for a norm that is not batch norm in eval mode.
+    A layer that had a class of its own gets it back. Outputs in eval mode stay the same. Raises for a norm that is not batch norm
+    in eval mode.
     """
 
     def plain(old: nn.Module) -> nn.Module:
-        if type(old) in _PLAIN or getattr(old, "is_batch_norm_in_eval", False):
+        if type(old) in _PLAIN or getattr(old, "is_batch_norm_in_eval", False) or own_class(old) is type(old):
             return _make("bn", old, {})
-        raise UserError(f"revert: {type(old).__name__} is not batch norm in eval mode and cannot become one.")
+        name = old.norm.__name__ if isinstance(old, ForeignNorm) else type(old).__name__
+        raise UserError(f"revert: {name} is not batch norm in eval mode and cannot become one.")
 
-    return _replace(module, plain)
+    return _replace(module, plain)[0]
 
 
-def _replace(module: nn.Module, make: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    if _is_norm(module):
-        return make(module)
+def _replace(
+    module: nn.Module, make: Callable[[nn.Module], nn.Module], skipped: Container[nn.Module] = ()
+) -> tuple[nn.Module, int]:
+    """The module with its norms replaced, and their number."""
     # Make all layers before replacing any: an error leaves the model unchanged.
-    made: dict[nn.Module, nn.Module] = {m: make(m) for m in module.modules() if _is_norm(m)}
-    for parent in list(module.modules()):
+    made = {m: make(m) for m in module.modules() if m not in skipped and is_norm(m)}
+    for parent in [*module.modules(), *made.values()]:
         for name, child in parent._modules.items():
             if child in made:
                 parent._modules[name] = made[child]
-    return module
+    return made.get(module, module), len(made)
 
 
-def _is_norm(module: nn.Module) -> bool:
-    values = [c for e in NORMS.registered().values() for c in (e.value if isinstance(e.value, tuple) else (e.value,))]
-    # A function registered as a norm is an error where it is chosen, not in every model.
-    known: list[Any] = [c for c in values if isinstance(c, type)]
-    if any(isinstance(module, c) and type(module).forward is c.forward for c in known):
-        return True
-    if not isinstance(module, _BatchNorm):
-        return False
-    if isinstance(module, _LazyNormBase) or "is_batch_norm_in_eval" in vars(type(module)):
-        return True
-    # Replacing it would silently drop what its forward adds: an activation, or synchronisation between processes.
-    raise UserError(
-        f"convert: {type(module).__name__} is a batch norm with a forward of its own; "
-        "put nn.BatchNorm2d in its place first."
-    )
+def is_norm(module: nn.Module) -> bool:
+    """Whether :func:`convert` would replace this module, or refuse it."""
+    return isinstance(module, _BatchNorm) or _registered(module) is not None
+
+
+def _registered(module: nn.Module) -> Entry[Any] | None:
+    """The registered norm that ``module`` is a layer of."""
+    for entry in NORMS.registered().values():
+        classes: tuple[Any, ...] = entry.value if isinstance(entry.value, tuple) else (entry.value,)
+        for cls in classes:
+            # A function registered as a norm is an error where it is chosen, not in every model.
+            if (
+                inspect.isclass(cls)
+                and isinstance(module, cls)
+                and type(module).forward is getattr(cls, "forward", None)
+            ):
+                return entry
+    return None
+
+
+def own_class(layer: nn.Module) -> type[nn.Module] | None:
+    """The class that :func:`revert` gives back to a layer; None: plain batch norm."""
+    if isinstance(layer, ForeignNorm):
+        return layer.own
+    cls = type(layer)
+    if cls in _PLAIN or not isinstance(layer, _BatchNorm) or is_made(layer) or "is_batch_norm_in_eval" in vars(cls):
+        return None
+    if isinstance(layer, nn.SyncBatchNorm):
+        raise UserError(
+            f"convert: {cls.__name__} takes its statistics over all processes, and the layer that replaces it would not; "
+            "convert the model instead of calling convert_sync_batchnorm."
+        )
+    entry = _other_norm(layer)
+    return None if entry is not None and entry.origin == BUILT_IN else cls
+
+
+def _other_norm(layer: nn.Module) -> Entry[Any] | None:
+    entry = _registered(layer)
+    return None if entry is None or entry.value is _PLAIN else entry
 
 
 def _classes(norm: str) -> tuple[type[nn.Module], ...]:
@@ -147,12 +188,14 @@ def _classes(norm: str) -> tuple[type[nn.Module], ...]:
 
 def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     """A layer of kind ``norm`` that replaces ``old`` and shares its parameters and buffers."""
-    classes = _classes(norm)
+    classes: tuple[Any, ...] = _classes(norm)
     cls = classes[_dims(old) - 1] if len(classes) == 3 else classes[0]
-    if type(old) is cls and not options:
-        return old
     if isinstance(old, _LazyNormBase):
         return _make_lazy(cls, old, options)
+    own = own_class(old)
+    target = cls if own is None else own if cls in _PLAIN else combine(own, cls)
+    if type(old) is target and not options:
+        return old
     shared = {
         "eps": old.eps,
         "momentum": getattr(old, "momentum", 0.1),
@@ -167,13 +210,11 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     accepted = _accepted(cls)
     channels = old.num_channels if isinstance(old, nn.GroupNorm) else old.num_features
     new = cls(channels, **{k: v for k, v in shared.items() if k in accepted} | options)
-    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-        if getattr(new, name, None) is not None and getattr(old, name, None) is not None:
-            setattr(new, name, getattr(old, name))
     if old.weight is not None and old.bias is None:  # batch norm with a weight but no bias, from torch 2.13 on
         new.bias = None
-    new.__dict__["norm_dims"] = _dims(old)
-    return new.train(old.training)
+    if not issubclass(cls, _PLAIN):
+        new.__dict__["norm_dims"] = _dims(old)
+    return carry(old, new, target, everything=own is not None or is_made(old) or _other_norm(old) is None)
 
 
 def _make_lazy(cls: type[nn.Module], old: _LazyNormBase, options: dict[str, Any]) -> nn.Module:

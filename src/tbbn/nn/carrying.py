@@ -1,0 +1,82 @@
+"""What a replaced layer hands on to the new one: parameters, buffers, attributes, child modules and hooks."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import _WrappedHook
+
+_STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+_PLAIN = vars(nn.BatchNorm1d(1))
+_MODULE = vars(nn.Module())  # torch's own attributes of a module: containers, hooks, the training flag
+_ADDED = "_added_by_convert"  # the names that a norm has and batch norm has not; a later norm drops them
+
+
+def is_made(layer: nn.Module) -> bool:
+    """Whether ``tbbn.convert`` made this layer."""
+    return _ADDED in vars(layer)
+
+
+def carry(old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool = True) -> nn.Module:
+    """Make ``new``, a layer just built, the successor of ``old``: of class ``cls``, with what ``old`` has.
+
+    Its own are only the settings of its norm, and parameters and buffers that ``old`` has not. ``everything=False`` leaves the
+    attributes of ``old`` behind, for a norm whose attributes are its settings.
+    """
+    before, after = vars(old), dict(vars(new))
+    dropped = set(before.get(_ADDED, ()))
+    added = {*after, *after["_parameters"], *after["_buffers"]} - {*_PLAIN, *_STATE}
+    if everything:
+        added -= {*before, *before["_parameters"], *before["_buffers"]} - dropped
+        after = {k: v for k, v in before.items() if k not in dropped and k != _ADDED} | after
+    after |= {k: before[k] for k in _MODULE if k in before}  # hooks stay the same objects: their handles go on working
+    for container in ("_parameters", "_buffers"):
+        after[container] = _merge(old, new, container, dropped, everything)
+    after["_modules"] = {**vars(new)["_modules"], **(before["_modules"] if everything else {})}
+    names = before["_non_persistent_buffers_set"] | vars(new)["_non_persistent_buffers_set"]
+    after["_non_persistent_buffers_set"] = names & set(after["_buffers"])
+    if type(new) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        after[_ADDED] = frozenset(added)
+    new.__dict__.clear()
+    new.__class__ = cls
+    new.__dict__.update(after)
+    _rebind_hooks(old, new)
+    return new
+
+
+def _merge(old: nn.Module, new: nn.Module, container: str, dropped: set[str], everything: bool) -> dict[str, Any]:
+    before, after = vars(old)[container], dict(vars(new)[container])
+    for name in list(after):
+        if name in before and name not in dropped:
+            after[name] = before[name]
+        elif name in _STATE and hasattr(old, name):  # computed, by a parametrization or a pruning hook
+            del after[name]
+    if everything:
+        after |= {k: v for k, v in before.items() if k not in after and k not in dropped and k not in _STATE}
+    return after
+
+
+def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Hooks that hold the old layer itself, as a bound method or for ``with_module=True``, shall hold the new one."""
+    for name in _MODULE:
+        hooks = vars(new).get(name)
+        if not name.endswith("_hooks") or not hooks:
+            continue
+        changed = {key: _rebound(hook, old, new) for key, hook in hooks.items()}
+        if any(changed[key] is not hook for key, hook in hooks.items()):
+            vars(new)[name] = type(hooks)(changed)
+
+
+def _rebound(hook: Any, old: nn.Module, new: nn.Module) -> Any:
+    if isinstance(hook, _WrappedHook):
+        inner = _rebound(hook.hook, old, new)
+        return (
+            hook
+            if inner is hook.hook and not hook.with_module
+            else _WrappedHook(inner, new if hook.with_module else None)
+        )
+    if getattr(hook, "__self__", None) is old and hasattr(hook, "__func__"):
+        return types.MethodType(hook.__func__, new)
+    return hook

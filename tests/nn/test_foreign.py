@@ -1,0 +1,343 @@
+"""Batch norms with a class of their own: what their forward adds, and all they carry, survives convert and revert."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+import tbbn
+from tbbn.errors import UserError
+from tbbn.nn import foreign
+from tbbn.plugins import temporary
+from tbbn.registry import register_norm
+
+EIGHT = {"current": 8, "memory": 4, "past_tasks": 2}
+
+
+class BySuper(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Twice(BySuper):
+    def forward(self, x, scale=1.0):
+        return 2 * scale * super().forward(x)
+
+
+class ByFunction(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: batch norm's forward written out, then drop and act."""
+
+    def __init__(self, num_features, **kwargs):
+        super().__init__(num_features, **kwargs)
+        self.drop, self.act = nn.Identity(), nn.LeakyReLU()
+
+    def forward(self, x):
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, training=self.training,
+            momentum=factor, eps=self.eps,
+        )  # fmt: skip
+        return self.act(self.drop(x))
+
+
+class ByBase(nn.BatchNorm2d):
+    def forward(self, x):
+        return nn.BatchNorm2d.forward(self, x).abs()
+
+
+class ByHand(nn.BatchNorm2d):
+    def forward(self, x):
+        var, mean = torch.var_mean(x, (0, 2, 3), keepdim=True)
+        return ((x - mean) / var.sqrt()).relu()
+
+
+class Sometimes(nn.BatchNorm2d):
+    def forward(self, x):
+        return x if self.training else super().forward(x)
+
+
+class Renamed(nn.BatchNorm2d):
+    pass
+
+
+AFTER = {
+    BySuper: torch.relu,
+    Twice: lambda y: 2 * y.relu(),
+    ByFunction: lambda y: F.leaky_relu(y, 0.01),
+    ByBase: torch.abs,
+    Renamed: lambda y: y,
+}
+
+
+@pytest.fixture
+def x():
+    return 3 * torch.randn(12, 4, 3, 3, generator=torch.Generator().manual_seed(5)) + 1
+
+
+@pytest.fixture
+def converters(monkeypatch):
+    """What a test registers ends with it."""
+    monkeypatch.setattr(foreign, "_CONVERTERS", dict(foreign._CONVERTERS))
+    monkeypatch.setattr(foreign, "_COMBINED", {})
+
+
+def ready(cls, **options):
+    torch.manual_seed(1)
+    layer = cls(4, **options)
+    nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("cls", AFTER, ids=lambda c: c.__name__)
+def test_the_normalisation_is_replaced_and_the_rest_is_kept(cls, momentum, x):
+    layer = tbbn.convert(ready(cls, momentum=momentum))
+    plain = tbbn.convert(ready(nn.BatchNorm2d, momentum=momentum))
+    assert isinstance(layer, cls) and isinstance(layer, tbbn.TaskBalancedBatchNorm2d)
+    for _ in range(2):
+        with tbbn.balance(layer, **EIGHT), tbbn.balance(plain, **EIGHT):
+            torch.testing.assert_close(layer(x), AFTER[cls](plain(x)))
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(layer.state_dict()[name], value)
+    torch.testing.assert_close(layer(x), AFTER[cls](plain(x)))  # outside the block: batch norm
+    layer.eval(), plain.eval()
+    assert torch.equal(layer(x), AFTER[cls](plain(x)))
+
+
+@pytest.mark.parametrize("cls", AFTER, ids=lambda c: c.__name__)
+def test_revert_restores_the_very_class_and_its_outputs(cls, x):
+    before = ready(cls)
+    layer = tbbn.convert(before)
+    assert layer.state_dict().keys() == before.state_dict().keys() and layer.weight is before.weight
+    with tbbn.balance(layer, **EIGHT):
+        layer(x)
+    wanted = layer.eval()(x)
+    back = tbbn.revert(layer)
+    assert type(back) is cls and torch.equal(back(x), wanted)
+    assert vars(back).keys() == vars(before).keys()
+    assert tbbn.revert(back) is back
+
+
+def test_arguments_of_the_forward_are_passed_on(x):
+    layer = tbbn.convert(ready(Twice))
+    assert torch.equal(layer(x, scale=3.0), 3 * layer(x))
+
+
+@pytest.mark.parametrize("cls", AFTER, ids=lambda c: c.__name__)
+def test_copies_and_pickles_keep_the_class(cls, x):
+    layer = tbbn.convert(ready(cls))
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is type(layer)
+        with tbbn.balance(layer, **EIGHT), tbbn.balance(other, **EIGHT):
+            assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("cls", [BySuper, ByFunction], ids=lambda c: c.__name__)
+def test_it_compiles_in_one_graph(cls, x):
+    layer = tbbn.convert(ready(cls))
+    compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)
+    with tbbn.balance(layer, **EIGHT), tbbn.balance(compiled, **EIGHT):
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_a_forward_that_normalises_in_another_way_is_refused_and_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.BatchNorm2d(4), ByHand(4))
+    with pytest.raises(
+        UserError, match=r"convert: ByHand is a batch norm with a forward of its own.*register_converter.*skip="
+    ):
+        tbbn.convert(model)
+    assert [type(m) for m in model] == [nn.BatchNorm2d, ByHand]
+
+
+def test_a_forward_that_does_not_reach_the_normalisation_raises(x):
+    layer = tbbn.convert(ready(Sometimes))
+    with pytest.raises(UserError, match="Sometimes: its forward did not reach the normalisation"):
+        layer(x)
+    assert torch.equal(layer.eval()(x), ready(nn.BatchNorm2d).eval()(x))
+
+
+def test_a_converter_says_what_surrounds_the_normalisation(x, converters):
+    @tbbn.register_converter(ByHand)
+    def forward(layer, normalise, x):
+        return normalise(x).relu()
+
+    layer, plain = tbbn.convert(ready(ByHand)), tbbn.convert(ready(nn.BatchNorm2d))
+    with tbbn.balance(layer, **EIGHT), tbbn.balance(plain, **EIGHT):
+        assert torch.equal(layer(x), plain(x).relu())
+    assert type(tbbn.revert(layer)) is ByHand
+    with pytest.raises(
+        UserError, match="register_converter: expected a subclass of torch's batch norm, got <class 'torch"
+    ):
+        tbbn.register_converter(nn.LayerNorm)
+
+
+@pytest.mark.parametrize("norm", ["gn", "in", "sn", "brn", "cn", "adab2n", "weighted"])
+def test_every_norm_goes_into_a_class_with_an_activation(norm, x, converters):
+    tbbn.register_converter(ByFunction)(lambda layer, normalise, x: layer.act(layer.drop(normalise(x))))
+    options = {"groups": 2} if norm in ("gn", "cn") else {}
+    layer, plain = (
+        tbbn.convert(ready(ByFunction), norm, **options),
+        tbbn.convert(ready(nn.BatchNorm2d), norm, **options),
+    )
+    torch.testing.assert_close(layer(x), AFTER[ByFunction](plain(x)))
+    assert layer.state_dict().keys() == plain.state_dict().keys()
+    assert type(tbbn.convert(layer, "bn")) is ByFunction
+
+
+def test_norms_that_are_no_batch_norm_need_a_converter():
+    for cls in (BySuper, ByFunction):
+        with pytest.raises(UserError, match=rf"convert: {cls.__name__} is a batch norm with a forward of its own"):
+            tbbn.convert(cls(4), "gn", groups=2)
+
+
+@temporary()
+def test_registering_such_a_class_as_a_norm_does_not_lose_its_activation(x):
+    register_norm("bnact", "batch norm and an activation")(ByFunction)
+    layer = tbbn.convert(ready(ByFunction))
+    assert layer(x).min() < 0 and isinstance(layer.act, nn.LeakyReLU)
+    assert type(tbbn.revert(layer)) is ByFunction
+    # Put in by name, it is a norm like any other.
+    assert type(tbbn.convert(tbbn.convert(nn.BatchNorm2d(4), "bnact"), "tbbn")) is tbbn.TaskBalancedBatchNorm2d
+
+
+def test_sync_batch_norm_is_not_desynchronised_silently():
+    with pytest.raises(UserError, match="convert: SyncBatchNorm takes its statistics over all processes"):
+        tbbn.convert(nn.Sequential(nn.SyncBatchNorm(3)))
+
+
+class FrozenBatchNorm2d(nn.Module):
+    pass
+
+
+def test_frozen_batch_norm_is_left_alone_and_said_so():
+    model = nn.Sequential(nn.BatchNorm2d(4), FrozenBatchNorm2d(), FrozenBatchNorm2d())
+    with pytest.warns(UserWarning, match="convert: left 2 FrozenBatchNorm2d alone, whose statistics are fixed"):
+        tbbn.convert(model)
+    assert isinstance(model[0], tbbn.TaskBalancedBatchNorm2d) and type(model[1]) is FrozenBatchNorm2d
+
+
+def parametrized(layer):
+    return parametrizations.weight_norm(layer, dim=None)
+
+
+def pruned(layer):
+    return prune.l1_unstructured(layer, "weight", 2)
+
+
+def hook_normed(layer):
+    return torch.nn.utils.spectral_norm(layer)
+
+
+@pytest.mark.parametrize("change", [parametrized, pruned, hook_normed])
+def test_parametrized_and_pruned_layers(change, x):
+    before = change(ready(nn.BatchNorm2d))
+    layer, plain = tbbn.convert(before), tbbn.convert(ready(nn.BatchNorm2d))
+    assert layer.state_dict().keys() == before.state_dict().keys()
+    before(x)  # hooks compute the weight
+    layer(x)
+    with torch.no_grad():
+        plain.weight.copy_(layer.weight)
+    with tbbn.balance(layer, **EIGHT), tbbn.balance(plain, **EIGHT):
+        y = layer(x)
+        torch.testing.assert_close(y, plain(x))
+    y.square().sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+    back = tbbn.revert(layer)
+    assert type(back) is type(before) and back.state_dict().keys() == before.state_dict().keys()
+    assert back(x).shape == x.shape
+
+
+class Listener:
+    def __init__(self):
+        self.heard = []
+
+    def __call__(self, layer, *args):
+        self.heard.append(layer)
+
+
+def test_hooks_and_attributes_are_carried_there_and_back(x):
+    layer, forward, pre, backward, saved = nn.BatchNorm2d(4), Listener(), Listener(), Listener(), Listener()
+    handle = layer.register_forward_hook(forward)
+    layer.register_forward_pre_hook(pre)
+    layer.register_full_backward_hook(backward)
+    layer._register_state_dict_hook(saved)
+    layer.register_buffer("mine", torch.ones(2), persistent=False)
+    layer.note = "keep"
+    for change in (tbbn.convert, tbbn.revert):
+        layer = change(layer)
+        layer(x.requires_grad_()).sum().backward()
+        keys = layer.state_dict().keys()
+        for listener in (forward, pre, backward, saved):
+            assert listener.heard and all(heard is layer for heard in listener.heard)
+            listener.heard.clear()
+        assert layer.note == "keep" and layer.mine.numel() == 2 and "mine" not in keys
+    assert type(layer) is nn.BatchNorm2d
+    handle.remove()  # handles taken before still work
+    layer(x)
+    assert not forward.heard
+
+
+def test_hooks_that_hold_the_layer_hold_the_new_one():
+    class WithMethod(nn.BatchNorm2d):
+        def listen(self, state, *args):
+            self.loaded = True
+
+    layer = WithMethod(4)
+    layer._register_load_state_dict_pre_hook(layer.listen)
+    heard = []
+    layer._register_load_state_dict_pre_hook(lambda module, *args: heard.append(module), with_module=True)
+    new = tbbn.convert(layer)
+    del layer
+    new.load_state_dict(new.state_dict())
+    assert new.loaded and heard == [new]
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+
+def model():
+    return nn.ModuleDict({"stem": nn.BatchNorm2d(4), "block": nn.ModuleDict({"tokens": Tokens()}), "head": BySuper(4)})
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        (["head"], {"head"}),
+        ("block", {"block.tokens.norm"}),
+        (["*.norm", "stem"], {"block.tokens.norm", "stem"}),
+        ([Tokens], {"block.tokens.norm"}),
+        (nn.BatchNorm2d, {"stem", "head"}),
+        (lambda name, module: name.startswith("s"), {"stem"}),
+        ((), set()),
+    ],
+    ids=str,
+)
+def test_skip_leaves_layers_alone(skip, left):
+    converted = tbbn.convert(model(), skip=skip)
+    norms = {n: m for n, m in converted.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    assert {name for name, m in norms.items() if not isinstance(m, tbbn.nn.modules.BalancedNorm)} == left
+
+
+def test_skip_lets_a_refused_layer_pass():
+    converted = tbbn.convert(nn.Sequential(nn.BatchNorm2d(4), ByHand(4)), skip=[ByHand])
+    assert type(converted[1]) is ByHand and isinstance(converted[0], tbbn.TaskBalancedBatchNorm2d)
+
+
+def test_a_rule_of_skip_that_matches_nothing_is_an_error():
+    with pytest.raises(UserError, match=r"convert: skip: no module of ModuleDict has a name that matches 'haed'"):
+        tbbn.convert(model(), skip=["haed"])
+    with pytest.raises(UserError, match=r"convert: skip: no module of ModuleDict is a SyncBatchNorm"):
+        tbbn.convert(model(), skip=nn.SyncBatchNorm)
+    with pytest.raises(TypeError, match="convert: skip takes names, patterns, classes and functions, got 3"):
+        tbbn.convert(model(), skip=[3])
