@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo native test lint types unit nightly audit bench clean
+.PHONY: demo native test lint types unit nightly mutants audit bench clean
 
 demo: native
 	$(BIN)/tbbn run
@@ -16,8 +16,8 @@ native: $(READY)
 test: lint types unit
 
 lint: $(READY)
-	$(BIN)/ruff check src tests examples benchmarks
-	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks tools
+	$(BIN)/ruff format --check src tests examples benchmarks tools
 
 types: $(READY)
 	$(BIN)/mypy
@@ -30,6 +30,10 @@ unit: native
 # thousands of random configs, run files, data files and folder trees, new ones each time.
 nightly: native
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m nightly
+
+# Change one thing in the package at a time, and see whether a test fails: 20 mutants of each area.
+mutants: native
+	nice $(BIN)/python tools/mutants.py
 
 # Needs the advisories of pypi.org; strict: a package that could not be looked up is a failure, not a pass.
 audit: $(READY)

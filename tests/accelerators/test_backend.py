@@ -151,3 +151,16 @@ def test_the_fused_form_runs_the_forward_of_a_class_with_an_activation():
     layer, x = tbbn.convert(WithActivation(4)), torch.randn(12, 4, 3, 3)
     with tbbn.balance(layer, current=8, memory=4, past_tasks=2):
         assert norm_act(layer, x, relu=False, residual=torch.full_like(x, -1.0)).min() == -1
+
+
+def test_autocast_does_not_round_the_statistics_of_eager():
+    plan, x = plan_of(), torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0)) + 3
+    found = []
+    for enabled in (True, False):
+        leaf, weight = x.clone().requires_grad_(), torch.linspace(0.5, 2, 3).requires_grad_()
+        mean, var = torch.zeros(3), torch.ones(3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = eager.norm(leaf, mean, var, weight, None, plan, 0.1, 1e-5)
+            y.pow(2).sum().backward()  # under autocast too
+        found.append([y.detach(), mean, var, leaf.grad, weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

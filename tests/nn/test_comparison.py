@@ -65,6 +65,14 @@ def test_continual_norm(shape):
     assert "groups=2" in repr(layer)
 
 
+def test_the_groups_of_continual_norm_are_normalised_with_the_layers_eps():
+    layer, x = make("cn", groups=2), data((12, 4, 3, 2))
+    layer.eps = 0.5
+    plain = nn.BatchNorm1d(4, eps=0.5).double()
+    plain.weight, plain.bias = layer.weight, layer.bias
+    close(layer(x), plain(grouped(x, 2, 0.5).flatten(2)).view(x.shape))
+
+
 # -- switchable norm
 
 

@@ -304,6 +304,19 @@ def test_autocast_does_not_round_statistics(norm, dtype):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+def test_autocast_does_not_round_the_products_of_the_reference():
+    plan = Layout(48, 16, 3).plan(PlanOptions(), CPU, torch.float32)
+    x = torch.randn(64, 3, 5, 4, generator=torch.Generator().manual_seed(0)) + 3
+    found = []
+    for enabled in (True, False):
+        leaf, weight = x.clone().requires_grad_(), torch.linspace(0.5, 2, 3).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y, mean, var, centre = reference(leaf, weight, None, plan, 1e-5)
+            y.pow(2).sum().backward()
+        found.append([y.detach(), mean, var, centre, leaf.grad, weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS)
 def test_memory_format_is_kept(memory_format):
     plan = Layout(48, 16, 3).plan(PlanOptions(), CPU, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -139,6 +140,27 @@ def test_crop_boxes_are_distributed_as_torchvisions(scale: tuple[float, float]) 
         assert (distance[0] - distance[1]).abs().max() < 1.95 * (2 / n) ** 0.5  # Kolmogorov-Smirnov, one in a thousand
     assert (ours[:, 0] + ours[:, 2]).max() == 40
     assert (ours[:, :2] >= 0).all()
+
+
+def test_aspect_ratios_are_uniform_in_their_logarithm_and_areas_in_themselves() -> None:
+    n = 4000  # small boxes in a large image: none is refused, and rounding is nothing
+    boxes = ResizedCrop(scale=(0.1, 0.3)).draw(n, generator(), (2000, 2000))
+    heights, widths = boxes[:, 2], boxes[:, 3]
+    for values, low, high in (
+        ((widths / heights).log(), math.log(3 / 4), math.log(4 / 3)),
+        (widths * heights / 2000**2, 0.1, 0.3),
+    ):
+        level = ((values - low) / (high - low)).sort().values
+        assert (
+            level - (torch.arange(n) + 0.5) / n
+        ).abs().max() < 1.95 / n**0.5  # Kolmogorov-Smirnov, one in a thousand
+
+
+def test_the_crops_of_each_augmentation_have_its_smallest_area() -> None:
+    for name, smallest, side in (("strong", 0.2, 64), ("resized", 0.08, 64), ("padded-resized", 0.08, 64 + 2 * 8)):
+        boxes = augmentation(name).draw(4000, generator(), (64, 64))
+        areas = boxes[:, 2] * boxes[:, 3] / side**2
+        assert smallest - 0.01 < areas.min() < smallest + 0.02 and areas.max() > 0.95
 
 
 @pytest.mark.parametrize("size", [(10, 100), (100, 10), (21, 20)])

@@ -252,6 +252,19 @@ def test_an_online_pass_replays_only_past_rows_on_demand():
     assert layouts(first) == [(20, 10, 0), (1, 5, 0)]
 
 
+def test_a_past_row_is_replayed_only_while_it_is_stored(monkeypatch):
+    past = Reservoir(20, 1000 + torch.arange(20), 20)
+    stored = [past]
+    real = Reservoir.update
+    monkeypatch.setattr(Reservoir, "update", lambda *arguments: stored.append(real(*arguments)) or stored[-1])
+    blocks, after = online(100, past, past_only=True)
+    replayed = [row[block.n_current :] for block in blocks for row in block.index]
+    assert len(stored) == len(replayed) + 1 and after.index.tolist() == stored[-1].index.tolist()
+    assert (stored[-2].index < 1000).sum() > 10  # most have been replaced
+    for rows, before in zip(replayed, stored, strict=False):
+        assert set(rows.tolist()) <= {row for row in before.index.tolist() if row >= 1000}
+
+
 def test_an_online_pass_stores_but_does_not_replay_rows_left_out():
     past = Reservoir(50, 1000 + torch.arange(50), 10**12)
     blocks, after = online(205, past, without=1000 + torch.arange(45))

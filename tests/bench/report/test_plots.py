@@ -93,3 +93,14 @@ def test_many_curves_look_different_and_the_legend_stands_beside_the_axes(tmp_pa
     figure.draw_without_rendering()
     box, whole = legend.get_window_extent(), figure.bbox
     assert axes.get_window_extent().x1 < box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
+
+
+def test_dollars_and_underscores_of_a_name_are_drawn_as_they_are(tmp_path: Path, figures: list[Any]) -> None:
+    config = resolve(("test", {"data.name": "_my $x$ and $y"}))
+    named = Record(to_dict(config), status="finished", task_sizes=[2, 2], accuracy=[[1.0], [0.5, 0.7]])
+    other = record([[1.0], [0.5, 0.7]])
+    accuracy_curves([named, other], tmp_path / "x.png")
+    (axes,) = figures[0].axes
+    assert axes.get_title() == "\u200b" + r"_my \$x\$ and \$y, digits"  # a leading underscore would hide a label
+    label, _ = (text.get_text() for text in axes.get_legend().get_texts())
+    assert label == r"ft + bn [_my \$x\$ and \$y] (1 seed)"

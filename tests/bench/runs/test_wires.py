@@ -1,0 +1,65 @@
+"""What records and checks of a run take from where: wrong numbers here look as plausible as right ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tinyrun import finish, tiny
+
+from tbbn.bench.config import RunConfig
+from tbbn.bench.engine.record import new_record
+from tbbn.bench.runs import retrain
+from tbbn.bench.runs.record import load_predictions, load_record, save_record
+from tbbn.bench.runs.saved import run_saved
+from tbbn.bench.runs.verify import verify
+
+
+def test_weighted_metrics_of_an_unfinished_run_count_the_classes_of_its_own_tasks() -> None:
+    record = new_record(tiny())
+    record.task_sizes, record.accuracy, record.task_il = [4, 1, 2], [[0.5], [0.25, 1.0]], [[0.75], [0.5, 1.0]]
+    found = record.metrics
+    assert found["weighted_final_accuracy"] == pytest.approx((4 * 0.25 + 1.0) / 5)
+    assert found["weighted_average_accuracy"] == pytest.approx((0.5 + (4 * 0.25 + 1.0) / 5) / 2)
+    assert found["task_il_final_accuracy"] == pytest.approx(0.75)
+
+
+def test_predictions_of_a_task_that_a_finished_record_does_not_have_are_found(tmp_path: Path) -> None:
+    run_saved(tiny(data__stop_after=2, train__epochs=1), tmp_path)
+    record, predictions = load_record(tmp_path), load_predictions(tmp_path)
+    record.predictions = {**predictions, "task2": predictions["task1"].clone()}
+    save_record(record, tmp_path)
+    (problem,) = [finding.problem for finding in verify(tmp_path) if finding.problem]
+    assert problem == "the record has 2 tasks, but there are predictions for: task0, task1, task2."
+
+
+def test_a_task_is_retrained_with_the_threads_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        pass
+
+    def ask(config: RunConfig) -> None:
+        asked.append(config)
+        raise Asked
+
+    asked: list[RunConfig] = []
+    run_saved(tiny(data__stop_after=1, train__epochs=1), tmp_path)
+    record = load_record(tmp_path)
+    monkeypatch.setattr(retrain, "Run", ask)
+    for setting, recorded in ((0, 3), (2, 3)):
+        record.config["threads"], record.environment["threads"] = setting, recorded
+        save_record(record, tmp_path)
+        with pytest.raises(Asked):
+            retrain.retrain(tmp_path, 0)
+    assert [config.threads for config in asked] == [3, 2]
+    whole = replace(record.run_config.data, stop_after=1, download=False)
+    assert {replace(config, threads=2) for config in asked} == {replace(record.run_config, data=whole)}
+
+
+def test_predictions_of_each_task_are_stored_under_its_number() -> None:
+    record = finish(tiny(train__epochs=1)).record
+    assert list(record.predictions) == ["task0", "task1", "task2"]
+    assert [len(p) for p in record.predictions.values()] == [10, 20, 30]
+    assert all(int(p.max()) < 2 * t + 2 for t, p in enumerate(record.predictions.values()))
+    assert {p.dtype for p in record.predictions.values()} == {torch.int16}

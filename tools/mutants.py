@@ -1,0 +1,296 @@
+"""Mutation testing: change one thing in the package, and see whether a test fails.
+
+    python tools/mutants.py --number 30 --seed 1 --minutes 8
+
+Mutants are drawn at random in every area, and tried in a copy of the tree (``build/mutants``), never in the checkout. First
+each test file is run once to learn which functions each test calls. A mutant is then given the tests that call its function,
+those of its own area first. What was found is kept, so the next call goes on: it tries again only those that survived.
+Mutants that change nothing a test could see are listed with the reason in ``tools/equivalent.txt``, and not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from importlib.machinery import PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from mutations import Mutant, function_at, functions, is_valid, mutants_of
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "mutants"
+TREE = WORK / "tree"  # the copy that is mutated
+PACKAGE = "src/tbbn"
+AREAS = {  # where the code is, below the package; its tests are in the folder of the same name
+    "nn": ["nn"],
+    "config": ["bench/config"],
+    "data": ["bench/data"],
+    "models": ["bench/models"],
+    "methods": ["bench/methods"],
+    "engine": ["bench/engine", "bench/seeds.py"],
+    "runs": ["bench/runs", "bench/files.py"],
+    "report": ["bench/metrics.py", "bench/report"],
+}
+# Tests left out: of GPU code, of the command line and of the docs, and those that fuzz; slow, and others see the same code.
+LEFT_OUT = (
+    "accelerators",
+    "/cli/",
+    "/fuzz/",
+    "test_docs",
+    "test_examples",
+    "test_compile",
+    "test_export",
+    "test_speed",
+)
+PRELOADED = (
+    "torch",
+    "numpy",
+    "sklearn.datasets",
+    "safetensors.torch",
+    "matplotlib.pyplot",
+    "rich",
+    "pytest",
+)  # for forks
+FAILED = 70  # not one of pytest's exit codes
+MARKS = "not slow and not gpu and not nightly"
+# Running tests. -----------------------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """A pytest plugin that notes which functions of the package each test calls, and how long it takes.
+
+    It is also the loader of the package: every function begins with a note of its name.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, set[str]] = {}
+        self.seconds: Counter[str] = Counter()
+        self.failed: set[str] = set()
+        self.current: set[str] = set()
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        spec = PathFinder.find_spec(name, path) if name.startswith("tbbn.") else None
+        if spec is not None and str(spec.origin).endswith(".py"):
+            spec.loader = self.Loader(name, str(spec.origin))
+            return spec
+        return None
+
+    class Loader(SourceFileLoader):
+        def get_code(self, fullname: str) -> CodeType:
+            tree = ast.parse(self.get_data(self.path))
+            for name, function in functions(tree):
+                note = f"__import__('builtins').note_call({f'{Path(self.path).relative_to(TREE)}:{name}'!r})"
+                function.body.insert(int(ast.get_docstring(function) is not None), ast.parse(note).body[0])
+            return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
+
+    def install(self) -> None:
+        builtins.note_call = lambda name: self.current.add(name)  # type: ignore[attr-defined]
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
+        self.current = self.calls.setdefault(nodeid, set())
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] += report.duration
+        if not report.passed:
+            self.failed.add(report.nodeid)
+
+    def found(self) -> dict[str, Any]:
+        return {
+            test: {"seconds": round(self.seconds[test], 3), "calls": sorted(names)}
+            for test, names in self.calls.items()
+            if test not in self.failed
+        }
+
+
+def in_child(tests: list[str], limit: float, plugin: Watcher | None = None, result: Path | None = None) -> int:
+    """Run tests in a fork, which has torch already. Returns pytest's exit code; 124 after ``limit`` seconds."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            os.chdir(TREE)
+            log = os.open(WORK / "last.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            import pytest
+
+            if plugin:
+                plugin.install()
+            options = ["-q", "-p", "no:cacheprovider", "-m", MARKS, f"--basetemp={WORK}/tmp", "--hypothesis-seed=0"]
+            code = int(pytest.main([*options, *([] if plugin else ["-x"]), *tests], plugins=[plugin] if plugin else []))
+            if plugin is not None and result is not None and code in (0, 1, 5):
+                result.write_text(json.dumps(plugin.found()))
+        except BaseException:
+            traceback.print_exc()
+            code = FAILED
+        os._exit(code)
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return 124
+
+
+def copy_tree() -> None:
+    """Bring the copy up to date with the checkout; files that are equal keep their time stamp."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    names = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+    names += [str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).rglob("*.so")]  # the C kernel
+    for old in [path for path in TREE.rglob("*.py") if str(path.relative_to(TREE)) not in set(names)]:
+        old.unlink()
+    for name in names:
+        new, old = (ROOT / name).read_bytes(), TREE / name
+        if not old.is_file() or old.read_bytes() != new:
+            old.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, old)
+
+
+def learn(deadline: float) -> dict[str, dict[str, Any]]:
+    """What every test calls. A test file is run again when it has changed."""
+    folder = WORK / "calls"
+    folder.mkdir(exist_ok=True)
+    known: dict[str, dict[str, Any]] = {}
+    for file in sorted((TREE / "tests").rglob("test_*.py")):
+        name = str(file.relative_to(TREE))
+        if any(word in name for word in LEFT_OUT):
+            continue
+        stamp = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        result = folder / f"{name.replace('/', '.')}.{stamp}.json"
+        if not result.exists():
+            if time.monotonic() > deadline:
+                raise SystemExit("not every test file has been run yet; call again to go on.")
+            started = time.monotonic()
+            code = in_child([name], 400, Watcher(), result)
+            print(f"{name}: {time.monotonic() - started:.1f} s, code {code}", flush=True)
+        if result.exists():
+            known |= json.loads(result.read_text())
+    return known
+
+
+def try_mutant(mutant: Mutant, tests: dict[str, dict[str, Any]]) -> tuple[str, int]:
+    """ "killed", "timeout" or "survived", and the number of tests that could see it."""
+    path = TREE / mutant.file
+    original, stamp = path.read_text(), path.stat()
+    place = f"{mutant.file}:{function_at(original, mutant.line)}"
+    if place.endswith(":"):  # run on import: every test that calls anything in the file
+        seen = [t for t, entry in tests.items() if any(call.startswith(place) for call in entry["calls"])]
+    else:
+        seen = [t for t, entry in tests.items() if place in entry["calls"]]
+    folder = mutant.file.removeprefix("src/tbbn/").removesuffix(".py")
+    own = f"tests/{os.path.dirname(folder)}"
+    named = f"test_{os.path.basename(folder)}.py"
+    seen.sort(key=lambda t: (not (t.startswith(own) or "wires" in t), named not in t, tests[t]["seconds"]))
+    # Quick tests of the area, then all of the area, then all others: most mutants die in the first group.
+    near = [t for t in seen if t.startswith(own) or "wires" in t]
+    groups = [near[:25], near[25:], sorted(set(seen) - set(near), key=lambda t: tests[t]["seconds"])]
+    path.write_text(mutant.code)
+    os.utime(path, (1e9, 1e9 + int(mutant.key[:7], 16)))  # its own time: no bytecode of another mutant is used
+    try:
+        for group in filter(None, groups):
+            code = in_child(group, 20 + 4 * sum(tests[t]["seconds"] for t in group))
+            if code == FAILED:
+                raise SystemExit(f"pytest did not start; see {WORK / 'last.log'}.")
+            if code:
+                return ("timeout" if code == 124 else "killed"), len(seen)
+    finally:
+        path.write_text(original)
+        os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    return "survived", len(seen)
+
+
+def draw(areas: list[str], number: int, seed: int) -> list[Mutant]:
+    """``number`` mutants of every area, one of each area at a time."""
+    drawn = []
+    for area in areas:
+        paths = [TREE / PACKAGE / place for place in AREAS[area]]
+        files = sorted(f for path in paths for f in (path.rglob("*.py") if path.is_dir() else [path]))
+        names = [str(file.relative_to(TREE)) for file in files]
+        every = [m for name in names for m in mutants_of(area, name, (TREE / name).read_text())]
+        random.Random(f"{seed} {area}").shuffle(every)
+        valid = (m for m in every if is_valid(m, (TREE / m.file).read_text()))
+        drawn.append(list(itertools.islice(valid, number)))
+    return [mutants[i] for i in range(number) for mutants in drawn if i < len(mutants)]
+
+
+def report(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        if result["status"] == "survived":
+            print(f"survived ({result['tests']} tests), line {result['line']}: {result['name']}")
+    print(f"{'area':8} {'killed':>7} {'survived':>9} {'equivalent':>11} {'score':>7}")
+    for area in [*AREAS, "all"]:
+        count = Counter(r["status"] for r in results if area in (r["area"], "all"))
+        killed, survived = count["killed"] + count["timeout"], count["survived"]
+        if killed + survived:
+            score = f"{100 * killed / (killed + survived):.1f} %"
+            print(f"{area:8} {killed:7} {survived:9} {count['equivalent']:11} {score:>7}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw mutants of the package and see which of them no test notices.")
+    parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS))
+    parser.add_argument("--number", type=int, default=20, help="mutants per area")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="stop after this time; call again to go on")
+    parser.add_argument("--again", action="store_true", help="try those that survived once more")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    TREE.mkdir(parents=True, exist_ok=True)
+    copy_tree()
+    os.environ.update(PYTHONPATH=str(TREE / "src"), OMP_NUM_THREADS="1")
+    sys.path.insert(0, str(TREE / "src"))
+    for name in PRELOADED:
+        __import__(name)
+    tests = learn(deadline)
+    equivalent = (ROOT / "tools" / "equivalent.txt").read_text().splitlines()
+    file = WORK / "results.json"
+    known: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+    drawn = draw(arguments.areas, arguments.number, arguments.seed)
+    for mutant in drawn:
+        if time.monotonic() > deadline:
+            break
+        old = known.get(mutant.key, {}).get("status")
+        if str(mutant) in equivalent:
+            status, seen = "equivalent", 0
+        elif old in ("killed", "timeout") or (old == "survived" and not arguments.again):
+            continue
+        else:
+            status, seen = try_mutant(mutant, tests)
+        known[mutant.key] = {
+            "area": mutant.area,
+            "line": mutant.line,
+            "name": str(mutant),
+            "status": status,
+            "tests": seen,
+        }
+        file.write_text(json.dumps(known))
+        print(f"{status}: {mutant}", flush=True)
+    done = [known[m.key] for m in drawn if m.key in known]
+    print(f"\n{len(done)} of {len(drawn)} mutants tried")
+    report(done)
+
+
+if __name__ == "__main__":
+    main()
