@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +46,18 @@ def write_atomic(path: Path, content: bytes) -> None:
     """Replace the file's content; see `atomic_writer`."""
     with atomic_writer(path) as file:
         file.write(content)
+
+
+def read_limited(path: Path, largest: int) -> bytes:
+    """The content of a regular file of at most `largest` bytes. A link may lead to a device or a pipe, which never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(
+        status.st_mode
+    ):  # a folder fails below, with its own message
+        raise UserError(f"{path}: not a file")
+    if status.st_size > largest:
+        raise UserError(f"{path}: has {status.st_size} bytes, more than the {largest} that such a file may have")
+    return path.read_bytes()
 
 
 def temporary_path(path: Path) -> Path:

@@ -184,7 +184,8 @@ def test_broken_idx_files_are_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match="train-images-idx3-ubyte: is not a complete idx file of 3 dimensions"):
         load("mnist", tmp_path, download=False)
-    file.write_bytes(gzip.compress(bytes(99))[:-9])
+    write_mnist(raw)
+    file.write_bytes(gzip.compress(file.read_bytes())[:-9])
     with pytest.raises(UserError, match="train-images-idx3-ubyte: cannot be read"):
         load("mnist", tmp_path, download=False)
     write_idx(file, random((2, 28, 28)))

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tbbn.bench.files import NO_SEAL, seal, seal_problem, temporary_path, write_atomic
+from tbbn.bench.files import NO_SEAL, read_limited, seal, seal_problem, temporary_path, write_atomic
 from tbbn.errors import UserError
 
 SCHEMA = 2
+LARGEST = 2**36  # bytes; reading takes as much memory as the file has
 NEWEST, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 ARRIVING = "checkpoint.arriving.safetensors"  # complete, but not yet NEWEST
 TASKS = "task-*.safetensors"  # see task_file
@@ -88,7 +89,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors.torch import load as from_bytes
 
     try:
-        content = file.read_bytes()
+        content = read_limited(file, LARGEST)
         if problem := seal_problem(content):
             raise UserError(f"{file}: {problem}")
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])

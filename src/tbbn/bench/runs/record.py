@@ -16,11 +16,12 @@ from torch import Tensor
 
 from tbbn.bench.config import to_toml
 from tbbn.bench.engine.record import SCHEMA, Record
-from tbbn.bench.files import NO_SEAL, seal, seal_problem, write_atomic
+from tbbn.bench.files import NO_SEAL, read_limited, seal, seal_problem, write_atomic
 from tbbn.bench.runs import checkpoint, schema
 from tbbn.errors import UserError
 
 CONFIG, RECORD, PREDICTIONS = "config.toml", "record.json", "predictions.safetensors"
+LARGEST = 2**28  # bytes of a record.json: some for each epoch and class
 DERIVED = ("metrics", "config_sha256", "sha256")  # in record.json, but not fields of a Record
 
 
@@ -56,11 +57,11 @@ def update_record(record: Record, directory: Path) -> None:
 def load_predictions(directory: Path) -> dict[str, Tensor]:
     """The predicted class of every test image, by task learnt; empty before the first task is done."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     file = directory / PREDICTIONS
     try:
-        return load_file(file) if file.exists() else {}
+        return load(read_limited(file, checkpoint.LARGEST)) if file.exists() else {}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: damaged ({error}).") from None
 
@@ -99,7 +100,7 @@ def load_or_restore(directory: Path) -> Record:
 
 
 def _read_record(file: Path) -> Record:
-    content = file.read_bytes()
+    content = read_limited(file, LARGEST)
     try:
         tree = json.loads(content.decode())
     except (ValueError, RecursionError):

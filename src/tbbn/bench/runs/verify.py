@@ -18,10 +18,10 @@ from tbbn.bench.config import read_toml, resolve, to_dict
 from tbbn.bench.engine.plugins import without_data
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.setup import load_source, scenario_of
-from tbbn.bench.files import file_sha256, seal_problem
+from tbbn.bench.files import file_sha256, read_limited, seal_problem
 from tbbn.bench.runs import checkpoint, recompute, states
 from tbbn.bench.runs.finding import Finding, compare
-from tbbn.bench.runs.record import CONFIG, PREDICTIONS, RECORD, load_predictions, record_from
+from tbbn.bench.runs.record import CONFIG, LARGEST, PREDICTIONS, RECORD, load_predictions, record_from
 from tbbn.errors import UserError
 
 # What only training again, or nothing at all, can tell.
@@ -64,7 +64,7 @@ class _Files:
 def _read(directory: Path) -> _Files:
     """Read the files, again if the record has changed meanwhile: another process may be training."""
     while True:
-        files = _Files((directory / RECORD).read_bytes())
+        files = _Files(read_limited(directory / RECORD, LARGEST))
         for name in (checkpoint.NEWEST, checkpoint.PREVIOUS, *sorted(f.name for f in directory.glob(checkpoint.TASKS))):
             if (directory / name).exists():
                 try:
@@ -72,12 +72,14 @@ def _read(directory: Path) -> _Files:
                 except UserError as error:
                     files.findings.append(Finding(name, str(error)))
         if (directory / PREDICTIONS).exists():
-            files.findings.append(Finding(PREDICTIONS, seal_problem((directory / PREDICTIONS).read_bytes())))
+            files.findings.append(
+                Finding(PREDICTIONS, seal_problem(read_limited(directory / PREDICTIONS, checkpoint.LARGEST)))
+            )
             try:
                 files.predictions = load_predictions(directory)
             except UserError as error:
                 files.findings[-1] = Finding(PREDICTIONS, files.findings[-1].problem or str(error))
-        if (directory / RECORD).read_bytes() == files.record:
+        if read_limited(directory / RECORD, LARGEST) == files.record:
             return files
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tbbn.bench.data.packed.shards import Shard
-from tbbn.bench.files import file_sha256
+from tbbn.bench.files import file_sha256, read_limited
 from tbbn.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ SCHEMA = 1
 KIND = "tbbn packed images"
 INDEX = "index.json"
 PARTS = ("train", "test")
+_LARGEST = 2**28  # bytes of an index: it has some for each shard, class and unreadable file
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +134,8 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{folder}: not a complete packed set (no {INDEX}); create one with tbbn data pack IMAGES {folder}"
         )
     try:
-        index = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
+        index = json.loads(read_limited(file, _LARGEST))
+    except (ValueError, RecursionError, OSError) as error:
         raise UserError(f"{file}: damaged, or not an index ({type(error).__name__}); pack the set again") from None
     if not isinstance(index, dict) or index.get("kind") != KIND:
         raise UserError(f"{file}: not the index of a packed set; choose another folder")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tbbn.bench.data.packed.shards import ShardJob, write_shard
-from tbbn.bench.data.sources.decoding import pil_silenced
+from tbbn.bench.data.sources.decoding import FORMATS, pil_silenced
 from tbbn.errors import UserError
 
 _FILES_PER_TASK = 1024  # image files whose size one worker task looks at
@@ -33,7 +33,7 @@ def image_sizes(files: Sequence[Path]) -> set[tuple[int, int]]:
     sizes: set[tuple[int, int]] = set()
     for file in files:
         try:
-            with PIL.Image.open(file) as image:
+            with PIL.Image.open(file, formats=FORMATS) as image:
                 sizes.add(image.size)
         except Exception:  # decoding will report what is wrong with it
             continue

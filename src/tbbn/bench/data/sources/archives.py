@@ -7,18 +7,25 @@ leaves nothing behind.
 
 from __future__ import annotations
 
+import gzip
 import os
 import shutil
 import stat
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import IO
+from typing import IO, TypeVar, cast
 
 from tbbn.errors import UserError
+
+# Of an archive. The largest published one holds 130 000 images in 3 GB.
+_MAX_MEMBERS = 2**20
+_MAX_BYTES = 2**35
+_MAX_READ = 2**24  # bytes read at once
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Member:
 
 
 def unpack(archive: Path, root: Path, folder: str, wanted: Sequence[str] = ()) -> None:
-    """Unpack `folder/` of an archive (.tar, .tar.gz, .zip ...) into `root`, and nothing else of it.
+    """Unpack `folder/` of an archive (.tar, .tar.gz or .zip) into `root`, and nothing else of it.
 
     The archive must contain the paths `wanted`.
     """
@@ -84,15 +91,32 @@ def _members(archive: Path) -> Iterator[list[Member]]:
         with zipfile.ZipFile(archive) as opened:
             yield list(_zip_members(archive, opened))
         return
-    with tarfile.open(archive) as tar:
-        yield list(_tar_members(archive, tar))
-        assert tar.fileobj is not None
-        while tar.fileobj.read(1 << 20):  # to the end, so that the checksum of a compressed file is verified
+    with archive.open("rb") as file:
+        is_zipped = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        content = _Limited(gzip.GzipFile(fileobj=file) if is_zipped else file)
+        with tarfile.TarFile(fileobj=cast(IO[bytes], content)) as tar:
+            yield list(_tar_members(archive, tar))
+        while content.read(1 << 20):  # to the end, so that the checksum of a compressed file is verified
             pass
 
 
+class _Limited:
+    """A stream for tarfile, which reads a member's header of any size into memory."""
+
+    def __init__(self, stream: IO[bytes] | gzip.GzipFile) -> None:
+        self.stream, self.seek, self.tell = stream, stream.seek, stream.tell
+
+    def read(self, n: int = -1) -> bytes:
+        if not 0 <= n <= _MAX_READ:
+            raise ValueError(f"a header of {n} bytes")
+        return self.stream.read(n)
+
+
 def _zip_members(archive: Path, opened: zipfile.ZipFile) -> Iterator[Member]:
-    for info in opened.infolist():
+    for info in _within_limits(archive, opened.infolist(), lambda info: info.file_size):
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others take memory as they like
+            raise _refused(archive, info.filename, "is not compressed by deflate")
         path = _inside(archive, info.orig_filename)
         kind = stat.S_IFMT(info.external_attr >> 16)
         if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
@@ -102,12 +126,25 @@ def _zip_members(archive: Path, opened: zipfile.ZipFile) -> Iterator[Member]:
 
 
 def _tar_members(archive: Path, tar: tarfile.TarFile) -> Iterator[Member]:
-    for info in tar.getmembers():
+    for info in _within_limits(archive, tar, lambda info: info.size):
         path = _inside(archive, info.name)
         if not (info.isreg() or info.isdir()):
             raise _refused(archive, info.name, "is a link or a device")
         if info.isreg() and path.parts:
             yield Member(path, info.size, lambda info=info: _content(tar, info))  # type: ignore[misc]
+
+
+def _within_limits(archive: Path, infos: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
+    """The members one by one; raises as soon as they are too many, or too large together."""
+    n_bytes = 0
+    for number, info in enumerate(infos, 1):
+        n_bytes += size(info)
+        if number > _MAX_MEMBERS or n_bytes > _MAX_BYTES:
+            raise UserError(
+                f"{archive}: refused: more than {_MAX_MEMBERS} members or {_MAX_BYTES} bytes unpacked; replace it with the "
+                "published file"
+            )
+        yield info
 
 
 def _content(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+# Of the suffixes that a listing accepts. PIL knows more, and takes a file for what its first bytes say: PostScript under any
+# name would start Ghostscript.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+MAX_PIXELS = 2**26  # of an image; a few bytes can claim billions
+
+
 class Unreadable(UserError):
     """A file is not a readable image."""
 
@@ -35,7 +41,9 @@ def open_image(file: Path, channels: int, size: int | None) -> Image:
     try:
         if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would block
             raise ValueError("not a file")
-        with PIL.Image.open(file) as image:
+        with PIL.Image.open(file, formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width}x{image.height} pixels, more than {MAX_PIXELS}")
             return _fitted(_plain(image, "L" if channels == 1 else "RGB"), size)
     except FileNotFoundError as error:
         raise Unreadable(f"{file}: does not exist") from error

@@ -1,6 +1,6 @@
 """Read the file formats of the published data sets: CIFAR's pickles, MNIST's idx, SVHN's mat, STL-10's binaries.
 
-No hash is checked here, so repacked copies load. A pickle may build numpy arrays and plain values and nothing else.
+No hash is checked here, so repacked copies load. Every reader has a limit on what it takes into memory.
 """
 
 from __future__ import annotations
@@ -8,35 +8,21 @@ from __future__ import annotations
 import gzip
 import importlib
 import io
-import pickle
+import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
+from tbbn.bench.data.sources.unpickling import unpickle
 from tbbn.bench.data.types import Part
+from tbbn.bench.files import read_limited
 from tbbn.errors import UserError
 
-# What pickles of arrays and plain values refer to, whichever numpy and Python wrote them.
-_ALLOWED = {
-    *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
-    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),
-    ("collections", "OrderedDict"),
-    *((builtins, name) for builtins in ("builtins", "__builtin__") for name in ("bytes", "bytearray", "set", "list")),
-}
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
-            raise UserError(f"it asks for {module}.{name}; only numpy arrays and plain values are allowed")
-        return super().find_class(module, name)
+LARGEST = 2**30  # bytes of a file, and of its values unpacked; the published files have a quarter of that at most
 
 
 def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes: int) -> Part:
@@ -92,6 +78,19 @@ def idx_file(folder: Path, name: str) -> Path:
     return folder / name if (folder / name).exists() else folder / f"{name}.gz"
 
 
+_MAT_NAMES = ("X", "y")
+_MAT_KINDS = ("double", "single", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+def _check_mat(file: Path, listed: list[tuple[str, tuple[int, ...], str]]) -> None:
+    """Refuse a mat file by its headers: one that holds its two variables twice, as anything but arrays, or too large."""
+    wanted = [(shape, kind) for name, shape, kind in listed if name in _MAT_NAMES]
+    if len(wanted) > len(_MAT_NAMES) or any(kind not in _MAT_KINDS for _, kind in wanted):
+        raise UserError(f"{file}: needs X of (32, 32, 3, N) uint8 and y of N integers, from 1 to 10")
+    if sum(math.prod(shape) for shape, _ in wanted) > LARGEST // 8:  # eight bytes a value at most
+        raise UserError(f"{file}: unpacks to more than {LARGEST} bytes, so it is not the published file")
+
+
 def read_svhn(file: Path) -> Part:
     """One part of SVHN's cropped digits; the file calls the digit 0 class 10."""
     try:
@@ -99,7 +98,10 @@ def read_svhn(file: Path) -> Part:
     except ImportError as error:
         raise UserError(f"{file}: scipy is required to read it; pip install scipy") from error
     try:
-        content = scipy_io.loadmat(str(file))
+        _check_mat(file, scipy_io.whosmat(str(file)))
+        content = scipy_io.loadmat(str(file), variable_names=_MAT_NAMES)
+    except UserError:
+        raise
     except Exception as error:  # loadmat raises all kinds
         raise _unreadable(file, error) from error
     try:
@@ -117,7 +119,10 @@ def read_stl10(folder: Path, part: str) -> Part:
 
     file, labels_file = folder / f"{part}_X.bin", folder / f"{part}_y.bin"
     try:
-        pixels, stored = (torch.from_numpy(numpy.fromfile(f, dtype=numpy.uint8)) for f in (file, labels_file))
+        pixels, stored = (
+            torch.from_numpy(numpy.frombuffer(bytearray(read_limited(f, LARGEST)), dtype=numpy.uint8))
+            for f in (file, labels_file)
+        )
     except OSError as error:
         raise _unreadable(Path(error.filename or file), error) from error
     if pixels.numel() == 0 or pixels.numel() % (3 * 96 * 96):
@@ -128,10 +133,13 @@ def read_stl10(folder: Path, part: str) -> Part:
 
 def _unpickle(file: Path) -> dict[str, Any]:
     try:
-        with file.open("rb") as stream:
-            content = _ArrayUnpickler(stream, encoding="latin1").load()
-    except UserError as error:
-        raise UserError(f"{file}: refused: {error}") from None
+        packed = read_limited(file, LARGEST)
+        try:
+            content = unpickle(packed)
+        except UserError as error:
+            raise UserError(f"{file}: refused: {error}") from None
+    except UserError:
+        raise
     except Exception as error:  # a broken pickle raises anything
         raise _unreadable(file, error) from error
     if not isinstance(content, Mapping):
@@ -145,22 +153,25 @@ def _text(value: Any) -> str:
 
 def _read_idx_file(file: Path, n_dimensions: int) -> Tensor:
     """A uint8 tensor from an idx file: two zero bytes, 8 for uint8, the number of dimensions, the sizes, the values."""
+    start = 4 + 4 * n_dimensions
     try:
-        content = file.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.GzipFile(fileobj=io.BytesIO(content)).read()
+        stored = read_limited(file, LARGEST)
+        stream: IO[bytes] = io.BytesIO(stored)
+        if stored[:2] == b"\x1f\x8b":
+            stream = cast(IO[bytes], gzip.GzipFile(fileobj=stream))
+        head = stream.read(start)
+        sizes = [int.from_bytes(head[place : place + 4], "big") for place in range(4, start, 4)]
+        n_values = math.prod(sizes)
+        if n_values > LARGEST:
+            raise UserError(f"{file}: holds {n_values} values, more than {LARGEST}, so it is not the published file")
+        content = stream.read(n_values + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(file, error) from error
-    start = 4 + 4 * n_dimensions
-    sizes = [int.from_bytes(content[place : place + 4], "big") for place in range(4, start, 4)]
-    n_values = 1
-    for size in sizes:
-        n_values *= size
-    if content[:4] != bytes([0, 0, 8, n_dimensions]) or len(content) != start + n_values:
+    if head[:4] != bytes([0, 0, 8, n_dimensions]) or len(content) != n_values:
         raise UserError(f"{file}: is not a complete idx file of {n_dimensions} dimensions; delete it and try again")
     if not n_values:
         raise UserError(f"{file}: is empty: its sizes are {'x'.join(map(str, sizes))}; delete it and try again")
-    return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(sizes)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(sizes)
 
 
 def _checked(file: Path, images: Tensor, labels: Tensor, n_classes: int, labels_file: Path | None = None) -> Part:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tbbn.bench.data.types import Listing
+from tbbn.bench.files import read_limited
 from tbbn.errors import UserError
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+_LARGEST_LIST = 2**26  # bytes of a text file that lists names
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def _check_plain(file: Path, name: str) -> None:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8").splitlines()
+        return read_limited(file, _LARGEST_LIST).decode().splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 

@@ -1,0 +1,262 @@
+"""Every decoder: what a file may start, and how much memory or disk it may take."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma  # noqa: F401  zipfile needs it to write the archive that must be refused
+import os
+import pickle
+import struct
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.EpsImagePlugin
+import PIL.Image
+import pytest
+
+from tbbn.bench.config import read_toml
+from tbbn.bench.data.packed.index import read_index
+from tbbn.bench.data.packed.workers import image_sizes
+from tbbn.bench.data.sources import archives, formats
+from tbbn.bench.data.sources.decoding import MAX_PIXELS, Unreadable, open_image
+from tbbn.bench.data.sources.listing import chosen_classes
+from tbbn.bench.data.sources.unpickling import unpickle
+from tbbn.bench.files import NO_SEAL, seal
+from tbbn.bench.runs import checkpoint
+from tbbn.bench.runs.record import load_predictions, load_record
+from tbbn.bench.runs.verify import verify
+from tbbn.errors import UserError
+
+# Images.
+
+
+def test_postscript_under_another_name_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def ghostscript(*arguments: Any, **more: Any) -> Any:
+        started.append(arguments)
+        return PIL.Image.new("RGB", (8, 8)).im
+
+    monkeypatch.setattr(PIL.EpsImagePlugin, "Ghostscript", ghostscript)
+    file = tmp_path / "1.png"
+    file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
+    with PIL.Image.open(file) as image:  # as PIL reads it by default
+        image.load()
+    assert len(started) == 1
+    with pytest.raises(Unreadable, match="unknown format"):
+        open_image(file, 3, None)
+    assert image_sizes([file]) == set() and len(started) == 1
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP"])
+def test_the_formats_of_data_sets_are_read(kind: str, tmp_path: Path) -> None:
+    PIL.Image.new("RGB", (5, 4)).save(tmp_path / "image", kind)
+    assert open_image(tmp_path / "image", 3, None).size == (5, 4)
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+def test_an_image_that_claims_many_pixels_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = int(MAX_PIXELS**0.5) + 1
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    (tmp_path / "1.png").write_bytes(png)
+    monkeypatch.setattr(PIL.Image.Image, "convert", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(Unreadable, match=rf"{side}x{side} pixels, more than {MAX_PIXELS}"):
+        open_image(tmp_path / "1.png", 3, None)
+
+
+# CIFAR's pickles.
+
+
+class Calls:
+    """Pickled as a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def memo_far_away() -> bytes:
+    return b"\x80\x02]r\xff\xff\xff\x7f."
+
+
+def copies() -> bytes:
+    """A text of 100 kB, encoded a thousand times: 100 MB from 110 kB."""
+    text = b"X" + struct.pack("<I", 10**5) + b"a" * 10**5 + b"q\x00"
+    again = b"c_codecs\nencode\nh\x00X\x06\x00\x00\x00latin1\x86R"
+    return b"\x80\x02](" + text + again * 1000 + b"e."
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (pickle.dumps({"data": Calls(bytearray, 2**31)}, 2), "memoryview"),
+        (pickle.dumps({"data": Calls(bytes, 2**31)}, 2), "argument"),
+        (pickle.dumps({"data": Calls(np.ndarray, (2**31,))}, 2), "not callable"),
+        (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".", "bytearray8"),
+        (b"\x80\x02T" + struct.pack("<i", 2**30) + b".", "string4"),
+        (memo_far_away(), "memo entry 2147483647 after 2 opcodes"),
+        (copies(), "copies more than 4 times its size"),
+        (pickle.dumps([np.zeros(i) for i in range(17)], 2), "more than 16 arrays"),
+        (b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.", "asks for os.system"),
+    ],
+)
+def test_a_pickle_takes_memory_in_proportion_to_its_file(content: bytes, line: str) -> None:
+    with pytest.raises(Exception, match=line):
+        unpickle(content)
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 4, 5])
+def test_what_pickles_of_arrays_hold_is_read(protocol: int) -> None:
+    value = {
+        "data": np.arange(12, dtype=np.uint8).reshape(3, 4),
+        "labels": [np.int64(3), 7],
+        "names": {b"a", b""},
+        "extra": bytearray(b"xyz"),
+    }
+    found = unpickle(pickle.dumps(value, protocol))
+    assert np.array_equal(found.pop("data"), value.pop("data")) and found == value
+
+
+# MNIST's idx, SVHN's mat, STL-10's binaries.
+
+
+def test_an_idx_file_that_unpacks_to_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "train-images-idx3-ubyte.gz"
+    head = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**16, 2**10, 2**10)
+    file.write_bytes(gzip.compress(head + bytes(1000)))
+    with pytest.raises(UserError, match="holds 68719476736 values, more than 1073741824"):
+        formats.read_idx(tmp_path, "train", 10)
+    read: list[int] = []
+    real = gzip.GzipFile.read
+
+    def counted(self: gzip.GzipFile, size: int | None = -1) -> bytes:
+        read.append(-1 if size is None else size)
+        return real(self, size)
+
+    monkeypatch.setattr(gzip.GzipFile, "read", counted)
+    file.write_bytes(gzip.compress(bytes([0, 0, 8, 3]) + struct.pack(">3I", 2, 2, 2) + bytes(10**6)))
+    with pytest.raises(UserError, match="not a complete idx file"):
+        formats.read_idx(tmp_path, "train", 10)
+    assert read == [16, 9]  # the header, and one byte more than it announces
+
+
+def test_a_mat_file_that_unpacks_to_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scipy_io = pytest.importorskip("scipy.io")
+    file = tmp_path / "train.mat"
+    pixels, labels = np.zeros((32, 32, 3, 50), np.uint8), np.ones((50, 1), np.uint8)
+    scipy_io.savemat(file, {"X": pixels, "y": labels}, do_compression=True)
+    assert file.stat().st_size < 1000
+    assert len(formats.read_svhn(file).labels) == 50
+    monkeypatch.setattr(formats, "LARGEST", 10**6)
+    monkeypatch.setattr(scipy_io, "loadmat", lambda *_, **__: pytest.fail("unpacked"))
+    with pytest.raises(UserError, match="unpacks to more than 1000000 bytes"):
+        formats.read_svhn(file)
+    scipy_io.savemat(file, {"X": {"a": pixels}, "y": labels})
+    with pytest.raises(UserError, match=r"needs X of \(32, 32, 3, N\) uint8"):
+        formats.read_svhn(file)
+
+
+def test_a_data_file_larger_than_any_published_one(tmp_path: Path) -> None:
+    for name in ("train_X.bin", "train_y.bin", "train-images-idx3-ubyte", "batch"):
+        with (tmp_path / name).open("wb") as file:
+            os.truncate(file.fileno(), 2**40)  # sparse: it takes no space
+    for read in (
+        lambda: formats.read_stl10(tmp_path, "train"),
+        lambda: formats.read_idx(tmp_path, "train", 10),
+        lambda: formats.read_cifar(tmp_path, ("batch",), "labels", 10),
+    ):
+        with pytest.raises(UserError, match="has 1099511627776 bytes, more than the 1073741824"):
+            read()
+
+
+# Archives.
+
+
+def zip_of(file: Path, n: int, compression: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for number in range(n):
+            archive.writestr(f"set/{number}", bytes(1000))
+    return file
+
+
+def tar_of(file: Path, n: int) -> Path:
+    with tarfile.open(file, "w:gz") as archive:
+        for number in range(n):
+            info = tarfile.TarInfo(f"set/{number}")
+            info.size = 1000
+            archive.addfile(info, io.BytesIO(bytes(1000)))
+    return file
+
+
+@pytest.mark.parametrize("make", [zip_of, tar_of])
+@pytest.mark.parametrize(("limit", "value"), [("_MAX_MEMBERS", 9), ("_MAX_BYTES", 9_999)])
+def test_an_archive_has_a_limit(
+    make: Any, limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = make(tmp_path / "archive", 10)
+    archives.unpack(archive, tmp_path, "set")
+    (tmp_path / "root").mkdir()
+    monkeypatch.setattr(archives, limit, value)
+    with pytest.raises(UserError, match=r"archive: refused: more than .* replace it with the published file"):
+        archives.unpack(archive, tmp_path / "root", "set")
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_a_zip_member_whose_decoder_takes_memory_as_it_likes(tmp_path: Path) -> None:
+    for kind in (zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2):
+        archive = zip_of(tmp_path / "archive", 1, kind)
+        with pytest.raises(UserError, match="its member 'set/0' is not compressed by deflate"):
+            archives.unpack(archive, tmp_path, "set")
+
+
+def test_a_tar_header_of_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tarfile.open(tmp_path / "archive", "w:gz", format=tarfile.PAX_FORMAT) as archive:
+        info = tarfile.TarInfo("set/1")
+        info.pax_headers = {"comment": "x" * 10**6}
+        archive.addfile(info)
+    archives.unpack(tmp_path / "archive", tmp_path, "set")
+    monkeypatch.setattr(archives, "_MAX_READ", 2**16)
+    with pytest.raises(UserError, match=r"archive: cannot be unpacked \(a header of \d+ bytes\)"):
+        archives.unpack(tmp_path / "archive", tmp_path, "set")
+
+
+# Files that never end, and files of a run.
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("record.json", load_record),
+        ("record.json", verify),
+        ("predictions.safetensors", load_predictions),
+        ("checkpoint.safetensors", lambda folder: checkpoint.read(folder / "checkpoint.safetensors")),
+        ("index.json", read_index),
+        ("classes.txt", lambda folder: chosen_classes(folder / "classes.txt")),
+        ("a.toml", lambda folder: read_toml(folder / "a.toml")),
+    ],
+)
+def test_a_link_to_a_device_is_refused(name: str, read: Any, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=rf"{name}: (not a file|larger than)|not a complete packed set"):
+        read(tmp_path)
+
+
+def test_a_checkpoint_that_claims_more_than_it_holds(tmp_path: Path) -> None:
+    file = tmp_path / checkpoint.NEWEST
+    claim = {"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+    header = str({**claim, "__metadata__": {"sha256": NO_SEAL, "state": "{}"}}).replace("'", '"').encode()
+    for length in (len(header), 2**62):
+        file.write_bytes(seal(struct.pack("<Q", length) + header))
+        with pytest.raises(UserError, match="damaged, or not a checkpoint"):
+            checkpoint.read(file)
