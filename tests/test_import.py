@@ -47,7 +47,7 @@ ROOMS = (
     "bench.files", "bench.seeds", "bench.metrics", "bench.timing", "bench.vision", "bench.config", "bench.data", "bench.models",
     "bench.methods",
     "bench.engine", "bench.runs", "bench.progress", "bench.report", "bench.api",
-    "paper", "bench.speed", "integrations", "bench.cli", "__main__",
+    "bench.speed", "paper", "integrations", "bench.cli", "__main__",
 )  # fmt: skip
 # Imports that go up, each for a reason.
 UPWARDS = {

@@ -17,7 +17,7 @@ def recipes() -> dict[str, Path]:
 def describe(recipe: Path) -> str:
     """The recipe's opening comment, without the line that shows its command."""
     lines = [line[1:].strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
-    return " ".join(line for line in lines if not line.startswith("tbbn run"))
+    return " ".join(line for line in lines if not line.startswith(("tbbn run", "tbbn reproduce")))
 
 
 def is_recipe(name: str) -> bool:

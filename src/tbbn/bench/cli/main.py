@@ -9,14 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tbbn.bench.cli import data, inspect, speed, train, verify
+from tbbn.bench.cli import data, inspect, reproduce, speed, train, verify
 from tbbn.bench.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, Call
 from tbbn.bench.cli.settings import check_commas, split_plugins, split_settings
 from tbbn.bench.cli.streams import droppable_stderr, fill_closed_descriptors, to_nowhere
 from tbbn.errors import UserError, printable, unknown_name
 from tbbn.plugins import load_plugin
 
-MODULES = (train, inspect, verify, data, speed)  # in the order of the help
+MODULES = (train, reproduce, inspect, verify, data, speed)  # in the order of the help
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tbbn.bench.engine.record import Record
     from tbbn.bench.runs.pending import PendingRun
 
-COMMANDS = ("run", "sweep", "resume")
+COMMANDS = ("run", "sweep", "resume", "reproduce")
 _RUN_EXAMPLE = "tbbn run --data cifar100 --protocol paper --norm bn,tbbn --seeds 3 --train.epochs 2"
 _SWEEP_EXAMPLE = "tbbn sweep --data cifar100 --protocol paper --method ft,lucir --norm bn,tbbn --seeds 5"
 
@@ -34,9 +34,13 @@ def add(command: Command) -> None:
     line = "Continue interrupted runs, and start the runs of a sweep that had not started."
     resume = command("resume", _resume, line, "tbbn resume runs/demo")
     resume.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
-    resume.add_argument("--lanes", default="1", help="runs in parallel on one device, or auto (default: 1)")
     resume.add_argument("--json", action="store_true", help="print results as JSON")
-    resume.add_argument("--quiet", action="store_true", help="hide progress")
+    add_progress_options(resume, lanes="1")
+
+
+def add_progress_options(command: argparse.ArgumentParser, lanes: str) -> None:
+    command.add_argument("--lanes", default=lanes, help=f"runs in parallel on one device, or auto (default: {lanes})")
+    command.add_argument("--quiet", action="store_true", help="hide progress")
 
 
 def _add_run_options(run: argparse.ArgumentParser, lanes: str) -> None:
@@ -48,13 +52,12 @@ def _add_run_options(run: argparse.ArgumentParser, lanes: str) -> None:
     run.add_argument("--seeds", help="number of seeds, or a list: 3, or 0,1,2")
     run.add_argument("--name", help="folder under --out (default: made from the settings)")
     run.add_argument("--out", default="runs", help="folder of all runs (default: runs)")
-    run.add_argument("--lanes", default=lanes, help=f"runs in parallel on one device, or auto (default: {lanes})")
     run.add_argument(
         "--dry-run", action="store_true", help="print the config and the steps of each task; train nothing"
     )
     run.add_argument("--overwrite", action="store_true", help="replace runs that are finished or have another config")
     run.add_argument("--json", action="store_true", help="print results as JSON")
-    run.add_argument("--quiet", action="store_true", help="hide progress")
+    add_progress_options(run, lanes)
     run.epilog = f"{settings_help()}\n\n{run.epilog}"
 
 
@@ -140,6 +143,15 @@ def _resume(args: argparse.Namespace) -> int:
 def _train(
     runs: list[PendingRun], folder: Path, args: argparse.Namespace, *, overwrite: bool = False, recipe: str = ""
 ) -> int:
+    code, records = train(runs, args, overwrite=overwrite, recipe=recipe)
+    _print_results(runs, records, folder, args.json)
+    return code
+
+
+def train(
+    runs: list[PendingRun], args: argparse.Namespace, *, overwrite: bool = False, recipe: str = ""
+) -> tuple[int, list[Record]]:
+    """Do the runs with progress on standard error; the exit code, and the records."""
     from tbbn.bench.progress import run_progress
     from tbbn.bench.runs.interrupt import stop_on_signal
     from tbbn.bench.runs.sweep import run_all
@@ -158,9 +170,8 @@ def _train(
             recipe=recipe,
             stop=stop,
         )
-    _print_results(runs, records, folder, args.json)
     states = {record.status for record in records}
-    return EXIT_FAILED if "failed" in states else EXIT_DIVERGED if "diverged" in states else 0
+    return EXIT_FAILED if "failed" in states else EXIT_DIVERGED if "diverged" in states else 0, records
 
 
 def _print_results(runs: list[PendingRun], records: list[Record], folder: Path, as_json: bool) -> None:

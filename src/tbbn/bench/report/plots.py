@@ -23,7 +23,12 @@ FEW = 6  # with more curves than this, the legend stands beside the axes
 
 def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
     """Draw :func:`accuracy_figure` into a file."""
-    figure, path = accuracy_figure(records), Path(path)
+    return save_figure(accuracy_figure(records), path)
+
+
+def save_figure(figure: Figure, path: str | Path) -> Path:
+    """Write a figure to a file of the format its name says."""
+    path = Path(path)
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in known:
         formats = ", ".join(f".{suffix}" for suffix in sorted(known))
@@ -37,7 +42,7 @@ def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
 
 def accuracy_figure(records: Sequence[Record]) -> Figure:
     """Mean accuracy over the tasks seen so far, after each task. A band shows ± one std over seeds."""
-    figure = _new_figure()
+    figure = new_figure()
     from matplotlib.ticker import MaxNLocator
 
     axes = figure.subplots()
@@ -47,7 +52,7 @@ def accuracy_figure(records: Sequence[Record]) -> Figure:
         shown = [r for r in members if r.status == "finished"] or members
         curves = [[sum(row) / len(row) for row in r.accuracy] for r in shown if r.accuracy]
         if curves:
-            _draw(axes, i, name, curves)
+            draw_curve(axes, i, name, curves)
             names.append(members[0].run_config.data.name)
     axes.set_xlabel("tasks learnt")
     axes.set_ylabel("mean accuracy over tasks seen (%)")
@@ -55,11 +60,11 @@ def accuracy_figure(records: Sequence[Record]) -> Figure:
     axes.grid(alpha=0.3)
     if names:
         _add_legend(figure, axes)
-        axes.set_title(_literal(", ".join(dict.fromkeys(names))))
+        axes.set_title(literal(", ".join(dict.fromkeys(names))))
     return figure
 
 
-def _new_figure() -> Figure:
+def new_figure(width: float = 6.4, height: float = 4.0) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -73,10 +78,10 @@ def _new_figure() -> Figure:
             self.savefig(buffer, format="png", dpi=100)
             return buffer.getvalue()
 
-    return NotebookFigure(figsize=(6.4, 4.0), layout="constrained")
+    return NotebookFigure(figsize=(width, height), layout="constrained")
 
 
-def _draw(axes: Any, number: int, name: str, curves: list[list[float]]) -> None:
+def draw_curve(axes: Any, number: int, name: str, curves: list[list[float]]) -> None:
     """One group's curve; colours repeat after the last one, with other markers and line styles."""
     length = min(map(len, curves))
     tasks = range(1, length + 1)
@@ -90,12 +95,12 @@ def _draw(axes: Any, number: int, name: str, curves: list[list[float]]) -> None:
         marker=MARKERS[(number + turn) % len(MARKERS)],
         linestyle=LINES[turn % len(LINES)],
         markersize=5,
-        label=_literal(f"{name} ({seeds})"),
+        label=literal(f"{name} ({seeds})"),
     )
     if len(curves) > 1:
         std = [100 * statistics.stdev(c[t] for c in curves) for t in range(length)]
-        low = [m - s for m, s in zip(mean, std, strict=True)]
-        high = [m + s for m, s in zip(mean, std, strict=True)]
+        low = [max(0.0, m - s) for m, s in zip(mean, std, strict=True)]
+        high = [min(100.0, m + s) for m, s in zip(mean, std, strict=True)]
         axes.fill_between(tasks, low, high, color=COLOURS[number % len(COLOURS)], alpha=0.15, linewidth=0)
 
 
@@ -108,6 +113,6 @@ def _add_legend(figure: Figure, axes: Any) -> None:
         figure.set_size_inches(6.4 + 0.085 * max(map(len, labels)), max(4.0, 0.6 + 0.21 * len(labels)))
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Text that matplotlib draws as it is: no formula at a dollar sign, no hidden label at a leading underscore."""
     return "\u200b" * text.startswith("_") + printable(text).replace("$", r"\$")

@@ -1,0 +1,156 @@
+"""``tbbn reproduce``: the tables and figures of the paper, its numbers beside ours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tbbn.bench.cli.common import Command, run_folders
+from tbbn.bench.cli.train import add_progress_options, train
+from tbbn.errors import UserError, printable, unknown_name
+
+if TYPE_CHECKING:
+    from tbbn.bench.engine.record import Record
+    from tbbn.bench.runs.pending import PendingRun
+    from tbbn.paper.published import PaperTable
+
+FIGURES = {  # the table whose runs a figure shows
+    "fig-toy": "",
+    "fig-curves": "table2",
+    "fig-errors": "table1",
+}
+
+
+def add(command: Command) -> None:
+    line = "Repeat a table or figure of the paper: run what is missing, then print the paper's numbers beside ours."
+    made = command("reproduce", _reproduce, line, "tbbn reproduce table1 --norm bn,tbbn --seeds 3 --precision bf16")
+    made.set_defaults(takes_settings=True)
+    made.add_argument("name", metavar="NAME", help=f"one of: {', '.join([*_table_names(), *FIGURES])}")
+    made.add_argument("--data", help="data set, where the paper has several: cifar100 or imagenet100")
+    made.add_argument("--scale", type=float, default=1.0, help="fraction of the epochs to train; stamped on the output")
+    made.add_argument("--keep", choices=("best", "last"), help="epoch to keep (default: as the authors did)")
+    made.add_argument("--method", help="only these methods of the table, comma-separated")
+    made.add_argument("--norm", help="only these norms of the table, comma-separated")
+    made.add_argument("--seeds", help="number of seeds, or a list: 3, or 0,1,2 (default: as in the recipe)")
+    made.add_argument("--from", dest="records", nargs="+", metavar="FOLDER", help="show these runs; train nothing")
+    made.add_argument("--out", default="runs", help="folder of all runs (default: runs)")
+    made.add_argument("--format", default="text", help="text, md, csv or latex (default: text)")
+    made.add_argument(
+        "--dry-run", action="store_true", help="say what would run, how long and how large; train nothing"
+    )
+    add_progress_options(made, lanes="auto")
+
+
+def _table_names() -> list[str]:
+    from tbbn.paper.published import paper_tables
+
+    return list(dict.fromkeys(table.name for table in paper_tables()))
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    from tbbn.paper.published import find_tables
+
+    if not 0 < args.scale <= 1:
+        raise UserError(f"--scale must be above 0 and at most 1, got {args.scale:g}.")
+    if args.name == "fig-toy":
+        return _toy(Path(args.out))
+    if args.name not in FIGURES and args.name not in _table_names():
+        raise unknown_name("table or figure", args.name, [*_table_names(), *FIGURES])
+    code = 0
+    for table in find_tables(FIGURES.get(args.name) or args.name, args.data):
+        given = _settings(table, args)
+        runs, folder, recipe = _runs(table, args, given)
+        if args.records:
+            records = _read(args.records)
+        else:
+            _announce(table, runs, folder, measure=not args.quiet)
+            if args.dry_run:
+                continue
+            code, records = train(runs, args, recipe=recipe)
+        _show(args, table, records, folder, given)
+    return code
+
+
+def _settings(table: PaperTable, args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says about settings of the recipe."""
+    from tbbn.bench.config import resolve
+
+    given: dict[str, Any] = dict(args.settings)
+    if args.keep:
+        given["train.keep"] = args.keep
+    if args.scale != 1:
+        given["train.epochs"] = max(1, round(args.scale * resolve(*table.layers()[0], ("", given)).train.epochs))
+    return given
+
+
+def _runs(table: PaperTable, args: argparse.Namespace, given: dict[str, Any]) -> tuple[list[PendingRun], Path, str]:
+    """The runs of a table, their folder and their recipe."""
+    from tbbn.bench.runs.pending import check_folders, expand
+    from tbbn.bench.runs.recipe import parse_seeds, recipe_text, split_names
+
+    layers, axes = table.layers()
+    layers = [*layers, ("command line", given)]
+    name = f"{table.recipe}-{table.backbone}" if table.backbone else table.recipe
+    name += (f"-keep-{args.keep}" if args.keep else "") + (f"-scale-{args.scale:g}" if args.scale != 1 else "")
+    if args.seeds:
+        axes = replace(axes, seeds=parse_seeds(args.seeds))
+    for axis, known in (("method", axes.methods or ("ft",)), ("norm", axes.norms)):
+        chosen = split_names(getattr(args, axis) or "")
+        for entry in chosen:
+            if entry not in known:
+                raise unknown_name(f"{axis} of {table.name}", entry, known)
+        if chosen:
+            axes = replace(axes, methods=chosen) if axis == "method" else replace(axes, norms=chosen)
+    folder = Path(args.out) / name
+    runs = expand(layers, axes, folder)
+    if len(runs) == 1:  # in a folder of its own, as the others will be
+        only = runs[0].config
+        runs = [replace(runs[0], directory=folder / f"{only.method}-{only.norm}-{only.seed}")]
+    check_folders(runs)
+    return runs, folder, recipe_text(layers, axes)
+
+
+def _read(folders: list[str]) -> list[Record]:
+    from tbbn.bench.runs.record import load_record
+
+    return [load_record(folder) for folder in run_folders(folders)]
+
+
+def _announce(table: PaperTable, runs: list[PendingRun], folder: Path, *, measure: bool) -> None:
+    """What is still to be done, and how much time and disk it takes."""
+    from tbbn.bench.runs.pending import finished_record
+    from tbbn.paper.effort import effort
+
+    missing = [run for run in runs if finished_record(run) is None]
+    print(f"{table.title}: {len(runs)} runs, {len(runs) - len(missing)} finished.", file=sys.stderr)
+    if missing:
+        print(f"{effort(missing, measure=measure)} Results go to {printable(str(folder))}.", file=sys.stderr)
+
+
+def _show(
+    args: argparse.Namespace, table: PaperTable, records: list[Record], folder: Path, given: dict[str, Any]
+) -> None:
+    from tbbn.paper.figures import accuracy_by_method, error_types
+    from tbbn.paper.published import compare
+
+    stamp = f"SCALE {args.scale:g}: a fraction of the epochs; not the paper's experiment. " if args.scale != 1 else ""
+    if args.name in FIGURES:
+        folder.mkdir(parents=True, exist_ok=True)
+        draw = {"fig-curves": accuracy_by_method, "fig-errors": error_types}[args.name]
+        print(stamp + printable(str(draw(records, folder / f"{args.name}.png", title=stamp))))
+        return
+    print(f"{stamp}{table.title}\n")
+    print(compare(table, records, given).render(args.format) + "\n")
+
+
+def _toy(out: Path) -> int:
+    from tbbn.paper import toy
+
+    outcomes = toy.toy()
+    out.mkdir(parents=True, exist_ok=True)
+    print(toy.table(outcomes))
+    print(f"\nfigure: {toy.plot(outcomes, out / 'fig-toy.png')}")
+    return 0

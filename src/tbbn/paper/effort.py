@@ -1,0 +1,51 @@
+"""How long runs will take on this machine, and how much they will store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tbbn.bench.engine.forecast import forecast
+from tbbn.bench.models import backbone
+from tbbn.bench.runs.pending import PendingRun
+from tbbn.bench.runs.state import SMALL
+from tbbn.bench.speed import time_step
+
+
+def effort(runs: Sequence[PendingRun], *, measure: bool = True) -> str:
+    """A sentence on the steps, the hours and the disk space of these runs, judged by the first.
+
+    Hours are those of the main phase, one run after another, from the time of a step measured here in a few seconds; methods
+    with a teacher or more phases take longer, runs in parallel on a GPU less.
+    """
+    config = runs[0].config
+    steps = sum(entry.all_steps for entry in forecast(config))
+    words = f"{len(runs)} to do, {steps} steps each"
+    if measure:
+        device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
+        size = config.data.crop or config.data.size or 32
+        row = time_step(config.backbone, [config.norm.name], config.precision, size, device)
+        milliseconds = row.get(config.norm.name, row["bn"])["ms"]
+        words += f", about {_hours(len(runs) * steps * milliseconds / 1000)} one after another ({milliseconds:.2f} ms a step)"
+    state = sum(t.nbytes for t in backbone(config.backbone).state_dict().values())
+    kept = 8 + (2 * config.data.tasks if state <= SMALL else 0)  # two checkpoints of a network, its teacher and more
+    return f"{words}; at most {_size(len(runs) * kept * state)} on disk."
+
+
+def _hours(seconds: float) -> str:
+    """
+    >>> _hours(50), _hours(1800), _hours(40_000)
+    ('50 s', '30 min', '11.1 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _size(count: float) -> str:
+    """
+    >>> _size(3e6), _size(2.5e9)
+    ('3 MB', '2.5 GB')
+    """
+    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"

@@ -1,0 +1,67 @@
+"""``tbbn reproduce`` from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commandline import Capture, mistake
+
+from tbbn.bench.cli.main import main
+
+TINY = (
+    *("--data.name", "synthetic:4x12x4x8", "--data.tasks", "2", "--data.validation", "0", "--memory.budget", "8"),
+    *("--backbone", "small", "--batch.size", "8", "--batch.augment", "none", "--keep", "last", "--device", "cpu"),
+    *("--norm", "bn,tbbn", "--seeds", "2", "--quiet", "--lanes", "1"),
+)
+
+
+def test_a_table_is_run_resumed_and_printed_beside_the_papers(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("reproduce", "table1", "--scale", "0.0125", *TINY)  # 2 of 160 epochs
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("SCALE 0.0125: a fraction of the epochs; not the paper's experiment. Table 1")
+    rows = {line[:24].strip(): line.split() for line in said.out.splitlines()}
+    assert rows["ft + tbbn"][3:5] == ["2", "38.46"] and rows["ft + gn"][3:6] == ["0", "31.26", "-"]
+    assert "4 runs, 0 finished" in said.err and "4 to do, " in said.err and "MB on disk" in said.err
+    folder = Path("runs/table1-cifar100-keep-last-scale-0.0125")
+    assert sorted(file.parent.name for file in folder.glob("*/record.json")) == [
+        "ft-bn-0", "ft-bn-1", "ft-tbbn-0", "ft-tbbn-1",
+    ]  # fmt: skip
+
+    assert main(words) == 0
+    again = capsys.readouterr()
+    assert again.out == said.out and "4 runs, 4 finished" in again.err
+
+    shown = ("reproduce", "table1", "--scale", "0.0125", *TINY, "--from", str(folder))
+    assert main(shown) == 0 and capsys.readouterr().out == said.out
+    assert main(("reproduce", "fig-errors", *shown[2:])) == 0
+    assert Path(capsys.readouterr().out.split()[-1]).stat().st_size > 1000
+
+
+def test_one_run_lies_where_it_would_lie_among_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(("reproduce", "table1", *TINY, "--norm", "bn", "--seeds", "0,", "--train.epochs", "1")) == 0
+    assert [file.parent.name for file in Path("runs").rglob("record.json")] == ["ft-bn-0"]
+
+
+def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(("reproduce", "table1", *TINY, "--dry-run")) == 0
+    said = capsys.readouterr()
+    assert said.out == "" and "4 to do, " in said.err and not Path("runs").exists()
+
+
+def test_the_toy_figure_is_drawn_in_seconds(tmp_path: Path, capsys: Capture) -> None:
+    assert main(("reproduce", "fig-toy", "--out", str(tmp_path))) == 0
+    assert "TBBN" in capsys.readouterr().out and (tmp_path / "fig-toy.png").exists()
+
+
+def test_mistakes_are_one_line(capsys: Capture) -> None:
+    assert "unknown table or figure 'tabel1'" in mistake(capsys, "reproduce", "tabel1")
+    assert "--scale must be above 0" in mistake(capsys, "reproduce", "table1", "--scale", "2")
+    assert "unknown norm of table2 'gn'" in mistake(capsys, "reproduce", "table2", "--norm", "gn")
+    assert "no run here" in mistake(capsys, "reproduce", "table2", "--from", "/nonexistent")

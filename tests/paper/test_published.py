@@ -1,0 +1,94 @@
+"""The paper's numbers as data, and our runs beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+
+from tbbn.bench.config import resolve
+from tbbn.bench.engine.record import Record, new_record
+from tbbn.bench.runs.recipe import parse_choice
+from tbbn.errors import UserError
+from tbbn.paper import recipes
+from tbbn.paper.published import METRICS, compare, find_tables, paper_tables
+
+PAPER = Path(__file__).parents[3] / "shared" / "paper" / "paper.tex"
+TABLE1 = find_tables("table1", "cifar100")[0]
+
+
+def run_of(norm: str, seed: int, value: float, **settings: Any) -> Record:
+    """A finished run of Table 1 with this accuracy."""
+    layers, _ = TABLE1.layers()
+    choice = parse_choice("method", "ft") | parse_choice("norm", norm) | {"seed": seed, **settings}
+    record = new_record(resolve(*layers, ("test", choice)))
+    record.status = "finished"
+    record.accuracy, record.task_il, record.task_sizes = [[value]], [[value]], [100]
+    return record
+
+
+def cells(records: list[Record], label: str, **settings: Any) -> tuple[str, ...]:
+    return next(row[1:5] for row in compare(TABLE1, records, settings).rows if row[0] == label)
+
+
+@pytest.mark.skipif(not PAPER.exists(), reason="the paper's source is not here")
+def test_every_number_stands_in_the_paper() -> None:
+    text = PAPER.read_text()
+    numbers = {f"{value:.2f}" for table in paper_tables() for row in table.rows.values() for value in row}
+    assert not [number for number in numbers if number not in text]
+
+
+def test_every_table_has_a_recipe_and_as_many_numbers_as_columns() -> None:
+    for table in paper_tables():
+        assert table.recipe in recipes() and set(table.columns) <= set(METRICS)
+        assert all(len(row) == len(table.columns) for row in table.rows.values())
+        _, axes = table.layers()
+        unknown = [norm for _, norm in table.rows if norm not in axes.norms and table.name != "online"]
+        assert not unknown and {method for method, _ in table.rows} <= set(axes.methods or ("ft",))
+
+
+def test_numbers_that_contradict_each_other_are_found() -> None:
+    found = [note.partition(":")[0] for table in find_tables("table2", "cifar100") for note in table.impossible()]
+    assert found == ["ft + cn", "eeil + tbbn", "ssil + tbbn"]  # protocol.md, section 7
+
+
+def test_ours_stand_beside_the_papers_with_their_spread_and_difference() -> None:
+    values = (0.35, 0.36, 0.37)
+    records = [run_of("bn", seed, value) for seed, value in enumerate(values)]
+    n, paper, ours, difference = cells(records, "ft + bn")
+    assert (n, paper, ours) == ("3", "35.41", "36.0 ± 1.0")
+    error = 100 * stdev(values) / sqrt(3)
+    assert abs(100 * fmean(values) - 35.41) < 2 * error and difference == "+0.6 ="
+    assert cells([run_of("bn", s, v + 0.03) for s, v in enumerate(values)], "ft + bn")[3] == "+3.6"
+    assert cells(records[:1], "ft + bn")[2:] == ("35.0", "-0.4")  # one seed has no standard error
+    assert cells(records, "ft + tbbn") == ("0", "38.46", "-", "-")
+    assert cells([run_of("weighted", 0, 0.4)], "ft + weighted (ours)") == ("1", "-", "40.0", "-")
+
+
+def test_only_runs_of_the_table_count_and_each_once() -> None:
+    one = run_of("bn", 0, 0.3)
+    other = [run_of("bn", 1, 0.9, **{"train.keep": "last"}), run_of("bn", 2, 0.9, **{"data.tasks": 20})]
+    unfinished = run_of("bn", 3, 0.9)
+    unfinished.status = "interrupted"
+    assert cells([one, one, *other, unfinished], "ft + bn")[:3] == ("1", "35.41", "30.0")
+    assert cells([one, *other], "ft + bn", **{"train.keep": "last"})[:3] == ("1", "35.41", "90.0")
+
+
+def test_settings_that_are_not_the_recipes_are_named() -> None:
+    notes = compare(TABLE1, [run_of("bn", 0, 0.3, precision="bf16", device="cpu")]).notes
+    assert notes[-1] == "Not as in the recipe: precision = bf16."
+    assert compare(TABLE1, []).notes[-1] == "No finished run of this table was found."
+
+
+def test_a_table_is_found_by_name_and_data() -> None:
+    assert [table.data for table in find_tables("table2")] == ["cifar100"]
+    assert len(find_tables("table3")) == 4
+    with pytest.raises(UserError, match="unknown table 'table5'"):
+        find_tables("table5")
+    with pytest.raises(UserError, match="table4: the paper has it for dissimilar, not for 'cifar100'"):
+        find_tables("table4", "cifar100")
+    assert replace(TABLE1, name="x").recipe == "x-cifar100"
