@@ -1,10 +1,14 @@
 """Task-balanced batch norm as a function of tensors: row moments, the plan, one affine pass.
 
-A plan has two small constant matrices. ``gather`` (r, B) averages the B rows of a batch into the statistics of r groups;
-``scatter`` (B, r) says with which groups each row is normalised. For each channel:
+A batch has B rows. A *plan* says which rows share statistics, in r groups, by two small constant matrices:
 
-    m[b], q[b]        mean and mean square of row b over its pixels
-    mean[j], var[j]   gather @ m,  gather @ q - mean^2
+    gather (r, B)     the weight of each row in the mean and variance of each group; its rows sum to 1
+    scatter (B, r)    the weight of each group in the normalisation of each row; its rows sum to 1
+
+With them, for each channel:
+
+    m[b], v[b]        mean and biased variance of row b over its pixels
+    mean[j], var[j]   gather @ m,  sum over b of gather[j, b] * (v[b] + (m[b] - mean[j])^2)
     y[b]              x[b] * A[b] + S[b]  with  A = scatter @ (weight / std),  S = bias - scatter @ (weight * mean / std)
 
 Memory rows are in all groups, yet no tensor of size (r, B, C, H, W) exists. :func:`reference` is this in tensor operations that
@@ -30,28 +34,37 @@ if TYPE_CHECKING:
 
 def reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Plan, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, group means (r, C) relative to a centre, biased group variances (r, C), and the centre (C,).
-
-    ``plan.blend``, where given, averages group statistics before they are used.
-    """
-    dims, shape = tuple(range(2, x.dim())), (*x.shape[:2], *[1] * (x.dim() - 2))
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, group means (r, C) and biased group variances (r, C)."""
     rows = x.to(plan.gather.dtype)
-    # Subtract the mean of the rows that all groups share: mean squares lose digits where a mean is large against its spread.
-    shared = plan.gather.amin(0, keepdim=True)
-    centre = _product(shared / shared.sum(), _pixel_mean(rows.detach(), dims))[0]  # (C,)
-    rows = rows - centre.view(1, *shape[1:])
-    mean = _product(plan.gather, _pixel_mean(rows, dims))  # (r, C)
-    var = (_product(plan.gather, _pixel_mean(rows.square(), dims)) - mean.square()).clamp_min(0)
+    rows = rows if x.dim() > 2 else rows.unsqueeze(2)
+    pixels = tuple(range(2, rows.dim()))
+    shape = (*x.shape[:2], *[1 for _ in pixels])
+    # Squares lose digits where a mean is large against its spread, so subtract from each row its own first pixel. Unlike the mean
+    # it costs no pass over x: a compiler takes both moments in one. To autograd it is a constant: it cancels in the result.
+    first = rows.detach()  # (B, C), once the pixels are selected
+    for _ in pixels:
+        first = first[..., 0]
+    rows = rows - first.view(shape)
+    row_mean = rows.mean(pixels)  # (B, C)
+    row_var = rows.square().mean(pixels) - row_mean.square()
+    # For the same reason group means are relative to the mean of row ``plan.anchor``, which is in all groups.
+    origin = (first + row_mean.detach()).index_select(0, plan.anchor)  # (1, C)
+    first = first - origin
+    row_mean = row_mean + first
+    mean = _product(plan.gather, row_mean)  # (r, C)
+    var = (_product(plan.gather, row_var + row_mean.square()) - mean.square()).clamp_min(0)
+    # ``plan.blend``, if given, averages the statistics of the groups before they are used: one of the paper's ablations.
     used_mean, used_var = (mean, var) if plan.blend is None else (_product(plan.blend, mean), _product(plan.blend, var))
     scale = (used_var + eps).rsqrt()
     if weight is not None:
         scale = scale * weight.to(scale.dtype)
-    shift = -used_mean * scale
+    factor = _product(plan.scatter, scale)  # (B, C)
+    offset = first * factor - _product(plan.scatter, used_mean * scale)
     if bias is not None:
-        shift = shift + bias.to(scale.dtype)
-    y = rows * _product(plan.scatter, scale).view(shape) + _product(plan.scatter, shift).view(shape)
-    return y.to(x.dtype), mean.detach(), var.detach(), centre
+        offset = offset + bias.to(scale.dtype)
+    y = rows * factor.view(shape) + offset.view(shape)
+    return y.view(x.shape).to(x.dtype), mean.detach() + origin, var.detach()
 
 
 def task_balanced_batch_norm(
@@ -83,14 +96,15 @@ def task_balanced_batch_norm(
     if plan is None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, True, float(momentum), eps)
     plan = plan.to(x.device, statistics_dtype(x))
-    y, mean, var, centre = reference(x, weight, bias, plan, eps)
+    y, mean, var = reference(x, weight, bias, plan, eps)
     if running_mean is not None and running_var is not None:
+        # ``running`` (r,) is the share of each group; ``sizes`` (r,) is the number of rows that its unbiased variance counts.
         counts = plan.sizes * x[0, 0].numel()
-        unbiased = plan.running * counts / (counts - 1)  # the unbiased variance is tracked, as in batch norm
+        unbiased = plan.running * counts / (counts - 1)
         batch_mean, batch_var = _product(plan.running[None], mean)[0], _product(unbiased[None], var)[0]
-        if plan.total_variance:
+        if plan.total_variance:  # an option: the running variance includes the variance between groups
             batch_var = batch_var + _product(plan.running[None], (mean - batch_mean).square())[0]
-        update_average(running_mean, batch_mean + centre, momentum)
+        update_average(running_mean, batch_mean, momentum)
         update_average(running_var, batch_var, momentum)
     return y
 
@@ -125,7 +139,3 @@ def update_average(running: Tensor, value: Tensor, momentum: float | Tensor) -> 
 def _product(matrix: Tensor, values: Tensor) -> Tensor:
     """``matrix @ values`` as sums: autocast would round a matrix product, also in backward."""
     return (matrix.unsqueeze(2) * values).sum(1)
-
-
-def _pixel_mean(t: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return t.mean(dims) if dims else t

@@ -151,7 +151,7 @@ class Plan:
     ``gather[j, b]`` is the weight of row ``b`` in the statistics of group ``j`` (W in the documentation). ``scatter[b, j]`` is
     the weight of group ``j`` in the normalisation of row ``b`` (V). If ``blend`` is given, it averages group statistics before
     they are used, and ``scatter`` refers to the blended groups. ``running[j]`` is the share of group ``j`` in the running
-    statistics; ``sizes[j]`` is the number of rows that its unbiased variance counts.
+    statistics; ``sizes[j]`` is the number of rows that its unbiased variance counts. ``anchor`` is a row that is in all groups.
     """
 
     rows: int
@@ -159,6 +159,7 @@ class Plan:
     scatter: Tensor  # (B, r) or (B, blended), rows sum to 1
     running: Tensor  # (r,), sums to 1
     sizes: Tensor  # (r,)
+    anchor: Tensor  # (1,), int64
     blend: Tensor | None = None  # (blended, r)
     total_variance: bool = False  # whether the running variance includes the variance between groups
 
@@ -170,8 +171,8 @@ class Plan:
             return self
         found = self._moved.get((device, dtype))
         if found is None:
-            tensors: dict[str, Any] = {k: v.to(device, dtype) for k, v in vars(self).items() if isinstance(v, Tensor)}
-            found = replace(self, **tensors)
+            matrices: dict[str, Any] = {k: v.to(device, dtype) for k, v in vars(self).items() if isinstance(v, Tensor)}
+            found = replace(self, **{**matrices, "anchor": self.anchor.to(device)})
             if not torch.compiler.is_compiling():
                 self._moved[device, dtype] = found
         return found
@@ -225,16 +226,17 @@ def _split(layout: Layout, r: int, options: PlanOptions) -> Plan:
     sizes = member.sum(1)
     gather = member / sizes.unsqueeze(1)
     scatter = (own if options.memory == "own" else member / member.sum(0)).t().contiguous()
-    return Plan(layout.rows, gather, scatter, _ones(r) / r, sizes, total_variance=options.total_variance)
+    return Plan(
+        layout.rows, gather, scatter, _ones(r) / r, sizes, _anchor(is_memory), total_variance=options.total_variance
+    )
 
 
 def _weighted(layout: Layout) -> Plan:
     """One group in which each of the ``past_tasks + 1`` tasks has the same weight."""
     b, share = layout.rows, 1 / (layout.past_tasks + 1)
-    weights = torch.where(
-        layout.memory_mask(), _ones(b) * (1 - share) / layout.memory, _ones(b) * share / layout.current
-    )
-    return Plan(b, weights.unsqueeze(0), _ones(b, 1), _ones(1), b * _ones(1))
+    is_memory = layout.memory_mask()
+    weights = torch.where(is_memory, _ones(b) * (1 - share) / layout.memory, _ones(b) * share / layout.current)
+    return Plan(b, weights.unsqueeze(0), _ones(b, 1), _ones(1), b * _ones(1), _anchor(is_memory))
 
 
 def _ablated(plan: Plan, case: int) -> Plan:
@@ -261,6 +263,10 @@ def _membership(layout: Layout) -> Tensor:
     current = (tasks == layout.past_tasks).double()
     past = (1 - current) / max(layout.past_tasks, 1)
     return torch.where(layout.memory_mask().unsqueeze(1), past, current)
+
+
+def _anchor(is_memory: Tensor) -> Tensor:
+    return is_memory.to(torch.uint8).argmax(keepdim=True)  # the first memory row
 
 
 def _ones(*shape: int) -> Tensor:

@@ -91,7 +91,7 @@ def _train(
 def whole_batch(rows: int, device: torch.device) -> Plan:
     """Batch norm as a plan: one group of all rows. Never freed: a CUDA graph may still read it."""
     one, ones = torch.ones(1, dtype=torch.float64, device="cpu"), torch.ones(rows, 1, dtype=torch.float64, device="cpu")
-    return Plan(rows, ones.view(1, rows) / rows, ones, one, rows * one).to(device, torch.float32)
+    return Plan(rows, ones.view(1, rows) / rows, ones, one, rows * one, one.long()).to(device, torch.float32)
 
 
 class _TritonNorm(torch.autograd.Function):
