@@ -5,22 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tbbn.errors import UserError
+from tbbn.options import Option, option, options_of
 from tbbn.plugins import load_plugin, temporary
 from tbbn.registry import (
     BUILT_IN,
     METHODS,
     NORMS,
     REGISTRIES,
-    Option,
     Origin,
-    options_of,
+    register_augmentation,
     register_method,
     register_norm,
 )
@@ -72,17 +72,37 @@ def test_defaults_are_for_configs() -> None:
         NORMS.options("gm")
 
 
-def test_options_are_a_dataclass_s_fields_or_keyword_only_arguments() -> None:
+def test_options_are_a_dataclass_s_fields_or_a_constructor_s_keywords() -> None:
     @dataclass
     class Fields:
-        a: float = field(default=1.0, metadata={"help": "weight of a"})
+        a: float = option(1.0, "weight of a", above=0)
         b: int = 2
 
-    def function(images: int, size: int = 3, *, depth: int = 4, width: int) -> None: ...
+    class Layer:
+        def __init__(self, n: int, size: int = 3, eps: float = 1.0, *, depth: int = 4, width: int) -> None: ...
 
-    assert options_of(Fields) == {"a": Option(1.0, "weight of a"), "b": Option(2)}
-    assert options_of(function) == {"depth": Option(4), "width": Option(None)}
-    assert options_of(3) == {}
+    class Deeper(Layer):
+        def __init__(self, *args: int, depth: int = 5, **kwargs: int) -> None: ...
+
+    assert options_of(Fields) == {"a": Option(1.0, "weight of a", above=0), "b": Option(2)}
+    eps = Option(help="as in the layer it replaces", least=1e-30, most=1e30, kind=float)
+    assert options_of(Layer) == {"size": Option(3), "eps": eps, "depth": Option(4), "width": Option(None)}
+    assert options_of(Deeper) == {**options_of(Layer), "depth": Option(5)}
+    assert options_of(3) == options_of(lambda x, *, y=1: None) == {}
+
+
+@pytest.mark.parametrize("value", [lambda x: x, 3, None, (object, 3)])
+def test_a_method_or_a_norm_must_be_a_class(value: Any) -> None:
+    for register, kind in ((register_method, "method"), (register_norm, "norm")):
+        with pytest.raises(UserError, match=rf"^{kind} 'mine' must be a class, got .*; decorate the class itself\.$"):
+            register("mine")(value)
+
+
+def test_anything_else_must_be_a_function() -> None:
+    with pytest.raises(
+        UserError, match=r"^augmentation 'mine' must be a function that returns an augmentation, got 3\.$"
+    ):
+        register_augmentation("mine")(3)
 
 
 def test_a_name_is_taken_once_and_both_sides_are_named(tmp_path: Path) -> None:
@@ -174,6 +194,7 @@ def test_a_plugin_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("registry", [METHODS, NORMS], ids=["methods", "norms"])
 def test_every_option_that_is_built_in_is_explained(registry: Any) -> None:
     for name, entry in registry.describe().items():
-        for option, known in entry.options.items():
-            assert known.help, f"{name}.{option}"
+        for own, known in entry.options.items():
+            assert known.help, f"{name}.{own}"
+            assert known.default is None or not known.problem(known.default), f"{name}.{own}"
             assert known.default is not None or known.help == "as in the layer it replaces"

@@ -77,7 +77,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what a public name needs when it is first used: registering needs nothing, the layer torch alone."""
-    if name not in (*__all__, "errors", "nn", "plugins", "registry"):
+    if name not in (*__all__, "errors", "nn", "options", "plugins", "registry"):
         raise AttributeError(f"module 'tbbn' has no attribute {name!r}")
     if name.startswith("register_") and name != "register_converter":
         return getattr(import_module("tbbn.registry"), name)

@@ -20,11 +20,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from tbbn.errors import UserError, unknown_name
+from tbbn.options import Option, options_of
 
 T = TypeVar("T")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, **kwargs
@@ -43,19 +44,6 @@ class Origin:
 
 
 BUILT_IN = Origin("tbbn")
-
-
-@dataclass(frozen=True)
-class Option:
-    """A setting of a method or a norm. A default of None means: not set (a norm takes it from the layer it replaces)."""
-
-    default: Any
-    help: str = ""
-
-
-def option(default: Any, help: str) -> Any:
-    """A field of a method's dataclass that explains itself: ``kd: float = option(1.0, "weight of the distillation")``."""
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -104,11 +92,24 @@ class Registry(Generic[T]):
             raise UserError(
                 f"{self.kind} {name!r} is already registered by {old.origin}; {origin} must use another name."
             )
+        self._check(name, value)
         description = description or (inspect.getdoc(value) or "").partition("\n")[0].rstrip(".")
         if options is None and not self.configurable:
             options = {}
         self._entries[name] = Entry(value, description, origin, options)
         return value
+
+    def _check(self, name: str, value: Any) -> None:
+        """Refuse what can never work: options are read off a class, so methods and norms must be classes."""
+        article = "an" if self.kind[0] in "aeiou" else "a"
+        if self.configurable and not all(
+            isinstance(v, type) for v in (value if isinstance(value, tuple) else (value,))
+        ):
+            raise UserError(f"{self.kind} {name!r} must be a class, got {_shown(value)}; decorate the class itself.")
+        if not self.configurable and not callable(value):
+            raise UserError(
+                f"{self.kind} {name!r} must be a function that returns {article} {self.kind}, got {_shown(value)}."
+            )
 
     def decorator(
         self, name: str, description: str = "", options: Mapping[str, Option] | None = None
@@ -177,20 +178,6 @@ class Registry(Generic[T]):
         return iter(self.describe())
 
 
-def options_of(value: Any) -> dict[str, Option]:
-    """A dataclass's fields (help in their metadata), or the keyword-only arguments of a function or constructor."""
-    if is_dataclass(value):
-        return {
-            f.name: Option(None if f.default is MISSING else f.default, f.metadata.get("help", ""))
-            for f in fields(value)
-        }
-    try:
-        parameters = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):  # not callable, or written in C
-        return {}
-    return {p.name: Option(None if p.default is p.empty else p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
 def _plugins() -> Any:
     return import_module("tbbn.plugins")  # not before it is needed: the layer alone has no use for it
 
@@ -200,6 +187,11 @@ def _origin_of(namespace: Mapping[str, Any]) -> Origin:
     built_in = str(namespace.get("__name__")).partition(".")[0] == "tbbn"
     found: Origin = BUILT_IN if built_in else _plugins().origin_of(namespace)
     return found
+
+
+def _shown(value: Any) -> str:
+    name = getattr(value, "__qualname__", None)
+    return f"the {type(value).__name__} {name}" if name else f"{value!r:.60}"
 
 
 def _same_place(old: Any, new: Any) -> bool:

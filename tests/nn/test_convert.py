@@ -256,7 +256,7 @@ def test_groups_that_do_not_divide_leave_the_model_as_it_was(norm):
     assert [type(m) for m in model] == [nn.BatchNorm2d] * 2
     with pytest.raises(UserError, match="gn: channels_per_group=5 does not divide 16 channels"):
         tbbn.convert(nn.BatchNorm2d(16), "gn", channels_per_group=5)
-    with pytest.raises(UserError, match=f"{norm}: groups=0 does not divide"):
+    with pytest.raises(UserError, match=f"norm '{norm}': groups must be at least 1, got 0"):
         tbbn.convert(nn.BatchNorm2d(16), norm, groups=0)
 
 

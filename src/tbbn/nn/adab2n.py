@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from tbbn.nn.comparison import AnyDims, apply_affine, pixels_last
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
 from tbbn.nn.modules import BalancedNorm, arguments, recomputing
 from tbbn.nn.plan import Layout
+from tbbn.options import Option
 
 
 class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
@@ -39,9 +40,13 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         device: Any = None,
         dtype: Any = None,
         *,
-        max_tasks: int = 100,
-        kappa: float = 1.0,
-        strength: float = 0.1,
+        max_tasks: Annotated[int, Option(help="tasks it can tell apart", least=1, most=2**20)] = 100,
+        kappa: Annotated[
+            float, Option(help="decay of the running rate: 1 keeps it constant, 0 is a cumulative average", least=0)
+        ] = 1.0,
+        strength: Annotated[
+            float, Option(help="weight of the penalty on the distance of batch and running statistics", least=0)
+        ] = 0.1,
     ) -> None:
         if momentum is None or not track_running_stats:
             raise UserError("adab2n: needs running statistics and a momentum, such as 0.1.")

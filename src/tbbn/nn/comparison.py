@@ -6,7 +6,7 @@ is the norm as published; where the code released with the paper differs, an opt
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.errors import UserError
 from tbbn.nn.functional import statistics_dtype, update_average
+from tbbn.options import Option
 
 
 class AnyDims:
@@ -68,8 +69,10 @@ class GroupNorm(nn.GroupNorm):
         device: Any = None,
         dtype: Any = None,
         *,
-        groups: int = 16,
-        channels_per_group: int = 0,
+        groups: Annotated[int, Option(help="groups of channels", least=1)] = 16,
+        channels_per_group: Annotated[
+            int, Option(help="channels in a group, instead of groups; 0 is off", least=0)
+        ] = 0,
     ) -> None:
         if channels_per_group:
             check_groups("gn", channels_per_group, num_features, "channels_per_group")
@@ -81,7 +84,13 @@ class GroupNorm(nn.GroupNorm):
 class ContinualNorm(AnyDims, _BatchNorm):
     """Continual norm: group norm without an affine map, then batch norm, whose state it has (Pham et al., ICLR 2022)."""
 
-    def __init__(self, num_features: int, *args: Any, groups: int = 16, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        *args: Any,
+        groups: Annotated[int, Option(help="groups of channels", least=1)] = 16,
+        **kwargs: Any,
+    ) -> None:
         check_groups("cn", groups, num_features)
         super().__init__(num_features, *args, **kwargs)
         self.groups = groups
@@ -110,7 +119,7 @@ class SwitchableNorm(AnyDims, _BatchNorm):
         device: Any = None,
         dtype: Any = None,
         *,
-        unbiased: bool = False,
+        unbiased: Annotated[bool, Option(help="unbiased instance variance, as in the released code")] = False,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.mean_weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype))
@@ -167,15 +176,15 @@ class BatchRenorm(AnyDims, _BatchNorm):
         self,
         num_features: int,
         eps: float = 1e-5,
-        momentum: float | None = 0.01,
+        momentum: Annotated[float | None, Option(help="momentum of the running statistics", least=0, most=1)] = 0.01,
         affine: bool = True,
         track_running_stats: bool = True,
         device: Any = None,
         dtype: Any = None,
         *,
-        r_max: float = 3.0,
-        d_max: float = 5.0,
-        eps_on_std: bool = False,
+        r_max: Annotated[float, Option(help="limit of the scale r", least=1)] = 3.0,
+        d_max: Annotated[float, Option(help="limit of the shift d", least=0)] = 5.0,
+        eps_on_std: Annotated[bool, Option(help="add eps to the standard deviation, as the released code did")] = False,
     ) -> None:
         if momentum is None or not track_running_stats:
             raise UserError("brn: batch renormalisation needs running statistics and a momentum, such as 0.01.")

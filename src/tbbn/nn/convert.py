@@ -2,89 +2,42 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Container
-from dataclasses import fields
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from tbbn.errors import UserError, unknown_name
+from tbbn.errors import UserError
 from tbbn.nn import comparison
 from tbbn.nn import modules as layers
 from tbbn.nn.adab2n import AdaptiveBalancedNorm
 from tbbn.nn.carrying import carry, is_made
 from tbbn.nn.foreign import ForeignNorm, combine
-from tbbn.nn.plan import PlanOptions
 from tbbn.nn.selection import Skip, skipped_modules, warn_of_unchanged
-from tbbn.registry import BUILT_IN, NORMS, Entry, Option, options_of
+from tbbn.options import checked_options, keyword_arguments, options_of
+from tbbn.registry import BUILT_IN, NORMS, Entry
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _BALANCED = (layers.TaskBalancedBatchNorm1d, layers.TaskBalancedBatchNorm2d, layers.TaskBalancedBatchNorm3d)
 _WEIGHTED = (layers.WeightedBatchNorm1d, layers.WeightedBatchNorm2d, layers.WeightedBatchNorm3d)
-_PLAN_OPTIONS = {f.name: Option(f.default) for f in fields(PlanOptions) if f.name != "kind"}
-_PLAN_OPTIONS["output_statistics"] = Option(False)
-_HELP = {  # a line for each option in tbbn list norms
-    "groups": "groups of channels",
-    "channels_per_group": "channels in a group, instead of groups; 0 is off",
-    "unbiased": "unbiased instance variance, as in the released code",
-    "r_max": "limit of the scale r",
-    "d_max": "limit of the shift d",
-    "eps_on_std": "add eps to the standard deviation, as the released code did",
-    "max_tasks": "tasks it can tell apart",
-    "kappa": "decay of the running rate: 1 keeps it constant, 0 is a cumulative average",
-    "strength": "weight of the penalty on the distance of batch and running statistics",
-    "rule": "number of splits: paper, current or uneven (see tbbn.splits)",
-    "case": "ablation of the paper, 1 to 4; 0 is the layer itself",
-    "memory": "memory rows: averaged over all splits, or normalised with their own",
-    "total_variance": "add the variance between splits to the running variance",
-    "output_statistics": "error of released code: running statistics of the output",
-}
-_INHERITED = Option(None, "as in the layer it replaces")
-_SAMPLE_NORM = {"eps": _INHERITED, "affine": _INHERITED}
-_BATCH_NORM = {**_SAMPLE_NORM, "momentum": _INHERITED, "track_running_stats": _INHERITED}
 
 # A norm is a class for each of BatchNorm1d, 2d and 3d, or one class that replaces all three.
 _Classes = type[nn.Module] | tuple[type[nn.Module], ...]
-_BUILT_IN: dict[str, tuple[_Classes, str, dict[str, Option]]] = {
-    "bn": (_PLAIN, "batch norm", _BATCH_NORM),
-    "in": (comparison.InstanceNorm, "instance norm", _SAMPLE_NORM),
-    "gn": (comparison.GroupNorm, "group norm", {**options_of(comparison.GroupNorm), **_SAMPLE_NORM}),
-    "sn": (
-        comparison.SwitchableNorm,
-        "switchable norm: a learnt mixture of instance, layer and batch statistics",
-        {**options_of(comparison.SwitchableNorm), **_BATCH_NORM},
-    ),
-    "brn": (
-        comparison.BatchRenorm,
-        "batch renormalisation",
-        {
-            **options_of(comparison.BatchRenorm),
-            **_BATCH_NORM,
-            "momentum": Option(0.01, "momentum of the running statistics"),
-        },
-    ),
-    "cn": (
-        comparison.ContinualNorm,
-        "continual norm: group norm, then batch norm",
-        {**options_of(comparison.ContinualNorm), **_BATCH_NORM},
-    ),
-    "tbbn": (_BALANCED, "task-balanced batch norm", {**_PLAN_OPTIONS, **_BATCH_NORM}),
-    "adab2n": (
-        AdaptiveBalancedNorm,
-        "adaptive balance of batch norm",
-        {**options_of(AdaptiveBalancedNorm), **_BATCH_NORM},
-    ),
-    "weighted": (
-        _WEIGHTED,
-        "batch norm with one set of statistics in which every task has the same weight",
-        _BATCH_NORM,
-    ),
+_BUILT_IN: dict[str, tuple[_Classes, str]] = {
+    "bn": (_PLAIN, "batch norm"),
+    "in": (comparison.InstanceNorm, "instance norm"),
+    "gn": (comparison.GroupNorm, "group norm"),
+    "sn": (comparison.SwitchableNorm, "switchable norm: a learnt mixture of instance, layer and batch statistics"),
+    "brn": (comparison.BatchRenorm, "batch renormalisation"),
+    "cn": (comparison.ContinualNorm, "continual norm: group norm, then batch norm"),
+    "tbbn": (_BALANCED, "task-balanced batch norm"),
+    "adab2n": (AdaptiveBalancedNorm, "adaptive balance of batch norm"),
+    "weighted": (_WEIGHTED, "batch norm with one set of statistics in which every task has the same weight"),
 }
-for _name, (_norm, _description, _options) in _BUILT_IN.items():
-    _options = {option: Option(known.default, _HELP.get(option, known.help)) for option, known in _options.items()}
-    NORMS.register(_name, _norm, _description, _options)
+for _name, (_norm, _description) in _BUILT_IN.items():
+    # Importance-weighted batch norm has no splits: of the options it has batch norm's.
+    NORMS.register(_name, _norm, _description, options_of(_PLAIN) if _norm is _WEIGHTED else None)
 
 
 def convert(module: nn.Module, norm: str = "tbbn", *, skip: Skip = (), **options: Any) -> nn.Module:
@@ -103,7 +56,7 @@ def convert(module: nn.Module, norm: str = "tbbn", *, skip: Skip = (), **options
     >>> type(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]).__name__
     'TaskBalancedBatchNorm2d'
     """
-    _check_options(norm, options)
+    options = checked_options(f"norm {norm!r}", NORMS.options(norm), options)
     skipped = skipped_modules(module, skip)
     new, norms = _replace(module, lambda old: _make(norm, old, options), skipped)
     if norm != "bn":
@@ -150,12 +103,7 @@ def _registered(module: nn.Module) -> Entry[Any] | None:
     for entry in NORMS.registered().values():
         classes: tuple[Any, ...] = entry.value if isinstance(entry.value, tuple) else (entry.value,)
         for cls in classes:
-            # A function registered as a norm is an error where it is chosen, not in every model.
-            if (
-                inspect.isclass(cls)
-                and isinstance(module, cls)
-                and type(module).forward is getattr(cls, "forward", None)
-            ):
+            if isinstance(module, cls) and type(module).forward is getattr(cls, "forward", None):
                 return entry
     return None
 
@@ -243,22 +191,4 @@ def _dims(module: nn.Module) -> int:
 
 def _accepted(cls: type[nn.Module]) -> set[str]:
     """The keyword arguments of a norm's constructor, including those it passes on to its bases."""
-    names: set[str] = set()
-    for base in cls.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
-        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        if base is layers.PlannedNorm or not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            break
-    if issubclass(cls, layers.PlannedNorm):
-        options = {"output_statistics", *(f.name for f in fields(PlanOptions))} - {"kind"}
-        names = names | options if cls.kind == "tbbn" else names - options
-    return names - {"self", "num_features"}
-
-
-def _check_options(norm: str, options: dict[str, Any]) -> None:
-    accepted = _accepted(_classes(norm)[-1]) - {"device", "dtype"}
-    for name in options:
-        if name not in accepted:
-            raise unknown_name(f"option of norm {norm!r}:", name, accepted)
+    return set(keyword_arguments(cls))

@@ -10,7 +10,7 @@ share statistics. ``balance`` gives every layer the layout; the layer turns it i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.errors import UserError
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
-from tbbn.nn.plan import Layout, Plan, PlanOptions
+from tbbn.nn.plan import RULES, Layout, Plan, PlanOptions
+from tbbn.options import Option
 
 
 class BalancedNorm(_BatchNorm):
@@ -65,7 +66,7 @@ class BalancedNorm(_BatchNorm):
 
 
 class PlannedNorm(BalancedNorm):
-    """:func:`task_balanced_batch_norm` as a module. ``options`` are the fields of :class:`PlanOptions`: which plan to make."""
+    """:func:`task_balanced_batch_norm` as a module. The options from ``rule`` to ``total_variance`` choose the plan."""
 
     kind = "tbbn"
 
@@ -80,13 +81,21 @@ class PlannedNorm(BalancedNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
-        output_statistics: bool = False,
-        **options: Any,
+        rule: Annotated[str, Option(help="number of splits (see tbbn.splits)", choices=RULES)] = "paper",
+        case: Annotated[int, Option(help="ablation of the paper, 1 to 4; 0 is the layer itself", least=0, most=4)] = 0,
+        memory: Annotated[
+            str,
+            Option(help="memory rows: averaged over all splits, or with their own", choices=("averaged", "own")),
+        ] = "averaged",
+        total_variance: Annotated[bool, Option(help="add the variance between splits to the running variance")] = False,
+        output_statistics: Annotated[
+            bool, Option(help="error of released code: running statistics of the output")
+        ] = False,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)  # torch's own argument is newer than the oldest torch supported
-        self.options = PlanOptions(kind=self.kind, **options)
+        self.options = PlanOptions(self.kind, rule, case, memory, total_variance)
         self.output_statistics = output_statistics
 
     def forward(self, x: Tensor) -> Tensor:

@@ -54,9 +54,9 @@ def write_set(root: Path, n_train: int = 3, side: int = 6) -> Path:
         ("--train.clip_value 1e300", r"train\.clip_value must be at most 3\.4e\+38, got 1e\+300\."),
         ("--train.lr 1e300", r"train\.lr must be at most 3\.4e\+38, got 1e\+300\."),
         ("--device meta", r"device 'meta' cannot be used here: tensors there hold no numbers\."),
-        ("--norm.eps -1", r"norm bn\(eps=-1\): eps must be a number from 1e-30 to 1e\+30, got -1\."),
-        ("--norm.momentum x", r"norm bn\(momentum=x\): momentum must be a number from 0 to 1, got 'x'\."),
-        ("--norm gn(groups=0)", r"gn: groups=0 does not divide 32 channels"),
+        ("--norm.eps -1", r"norm 'bn': eps must be at least 1e-30, got -1\.0\."),
+        ("--norm.momentum x", r"norm 'bn': momentum must be a number, got 'x'\."),
+        ("--norm gn(groups=0)", r"norm 'gn': groups must be at least 1, got 0"),
         ("--norm adab2n(max_tasks=1)", r"norm adab2n\(max_tasks=1\): max_tasks must be at least the 2 tasks, got 1\."),
         (
             "--method bic --data.validation 0.99",

@@ -56,19 +56,18 @@ def test_an_installed_package_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_an_installed_package_is_listed_with_origin_options_and_defaults(installed: Path, capsys: Capture) -> None:
-    lines = {}
     for what, name in KINDS.items():
         assert main(["list", what]) == 0
-        text = capsys.readouterr().out
-        lines[what] = next(line for line in text.splitlines() if line.split("  ")[0].strip() == name)
-        assert lines[what].endswith("[striped 1.2]")
+        built_in, text = capsys.readouterr().out.split("\nstriped 1.2:\n")
+        assert built_in.startswith("built in:\n") and text.split()[0] == name
         if what == "methods":
-            assert "\n            temperature=2.0  softens the logits\n" in text
+            assert "\n      temperature=2.0  softens the logits\n" in text
         if what == "norms":
-            assert "power=0.5" in text
+            assert "\n      power=0.5\n" in text
+        if what == "backbones":
+            assert "one convolution" in text
         assert main(["list", what, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)[name]["origin"] == "striped 1.2"
-    assert "one convolution" in lines["backbones"]
 
 
 def test_runs_of_a_package_are_read_without_it(
@@ -136,7 +135,7 @@ def test_a_file_does_the_same(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     (tmp_path / "mine.py").write_text(CODE)
     sha = hashlib.sha256(CODE.encode()).hexdigest()
     assert main(["list", "methods", "--plugin", "mine.py"]) == 0
-    assert f"[mine.py {sha[:12]}]" in capsys.readouterr().out
+    assert f"\nmine.py {sha[:12]}:\n  tempered " in capsys.readouterr().out
     interrupted(["run", *WORDS, "--plugin", "mine.py", "--name", "filed", "--quiet"], monkeypatch)
     assert record("runs/filed")["plugins"] == [{"name": "mine.py", "file_sha256": sha, "brings": BRINGS}]
     assert read_toml("runs/filed/config.toml")["plugins"] == ["mine.py"]

@@ -47,7 +47,7 @@ def test_the_choices_are_those_of_the_code_that_reads_them() -> None:
     ],
 )
 def test_a_setting_says_what_is_wrong_with_a_value(accepted: dict[str, Any], good: Any, bad: Any, problem: str) -> None:
-    setting = cfg.Setting("x", type(good), good, "a setting of this test", **accepted)
+    setting = cfg.Setting(good, "a setting of this test", name="x", kind=type(good), **accepted)
     assert setting.problem(good) == "" and setting.problem(bad) == problem
 
 

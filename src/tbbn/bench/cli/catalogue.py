@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from tbbn.errors import UserError
 from tbbn.plugins import load_installed
 from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, DATASETS, METHODS, NORMS, REGISTRIES, Registry
 
+_BUILT_IN = "built in"
 Listed = dict[str, dict[str, Any]]  # by name: a line, and for what is registered its origin and options
 
 
@@ -19,8 +21,11 @@ def _registered(registry: Registry[Any]) -> Listed:
     return {
         name: {
             "line": entry.description,
-            "origin": str(entry.origin),
-            "options": {option: {"default": o.default, "help": o.help} for option, o in entry.options.items()},
+            "origin": _BUILT_IN if entry.origin == BUILT_IN else str(entry.origin),
+            "options": {
+                option: {"default": o.default, "help": o.help, "accepts": o.accepts}
+                for option, o in entry.options.items()
+            },
         }
         for name, entry in registry.describe().items()
     }
@@ -31,7 +36,9 @@ def _methods() -> Listed:
 
 
 def _datasets() -> Listed:
-    return _registered(DATASETS) | {"A+B": {"line": "several of these one after the other, at 32x32 and in RGB"}}
+    return _registered(DATASETS) | {
+        "A+B": {"line": "several of these one after the other, at 32x32 and in RGB", "origin": _BUILT_IN}
+    }
 
 
 def _recipes() -> Listed:
@@ -55,22 +62,42 @@ LISTS: dict[str, Callable[[], Listed]] = {
 }
 
 
-def lines(entries: Listed) -> Iterator[str]:
-    """A list as text: a line for each name, its origin where it is a plugin's, and its options below."""
-    width = max(map(len, entries))
-    for name, entry in entries.items():
-        origin = entry.get("origin", str(BUILT_IN))
-        yield f"{name.ljust(width)}  {entry['line']}{'' if origin == str(BUILT_IN) else f'  [{origin}]'}".rstrip()
-        options = entry.get("options", {})
-        shown = {
-            option: option if o["default"] is None else f"{option}={o['default']}" for option, o in options.items()
-        }
-        by_help: dict[str, list[str]] = {}
-        for option, o in options.items():
-            by_help.setdefault(o["help"], []).append(shown[option])
-        left = {line: ", ".join(texts) for line, texts in by_help.items()}
-        for line, text in left.items():
-            yield f"{' ' * width}    {text.ljust(max(map(len, left.values())))}  {line}".rstrip()
+def lines(entries: Listed, width: int = 80) -> Iterator[str]:
+    """A list as text of this width: under each origin its names with a line each, and below a name its options."""
+    column = max(map(len, entries)) + 4
+    heading = ""
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].get("origin", "") not in ("", _BUILT_IN)):
+        if entry.get("origin", "") != heading:
+            heading = entry["origin"]
+            yield f"{heading}:"
+        yield from _columns(f"  {name}", entry["line"], column, width)
+        yield from _option_lines(entry.get("options", {}), width)
+
+
+def _option_lines(options: dict[str, dict[str, Any]], width: int) -> Iterator[str]:
+    """Options with the same help on one line; those that a norm takes from the layer it replaces come last."""
+    by_help: dict[str, list[str]] = {}
+    for name, o in sorted(options.items(), key=lambda item: item[1]["default"] is None):
+        help = f"{o['help']} [{o['accepts']}]".strip() if o["accepts"] else o["help"]
+        by_help.setdefault(help, []).append(name if o["default"] is None else f"{name}={_text(o['default'])}")
+    shown = {help: ", ".join(names) for help, names in by_help.items()}
+    column = min(max(map(len, shown.values()), default=0), 2 * width // 5) + 8
+    for help, text in shown.items():
+        yield from _columns(f"      {text}", help, column, width)
+
+
+def _columns(left: str, right: str, column: int, width: int) -> Iterator[str]:
+    """Text in two columns; one that is too long for the left column has a line of its own."""
+    if len(left) + 2 > column and right:
+        yield left
+        left = ""
+    for part in textwrap.wrap(right, max(width - column, 20), break_on_hyphens=False, break_long_words=False) or [""]:
+        yield f"{left.ljust(column)}{part}".rstrip()
+        left = ""
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def doctor(root: str) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 
 from tbbn.bench.cli.catalogue import LISTS, doctor, lines
@@ -39,7 +40,7 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(entries, indent=1))
         return 0
-    for line in lines(entries):
+    for line in lines(entries, shutil.get_terminal_size().columns):
         print(line)
     return 0
 

@@ -1,65 +1,29 @@
 """Every setting of a run: frozen dataclasses whose fields carry their help, choices and limits."""
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from tbbn.bench.config.options import default_options
 from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, Values, implied
+from tbbn.options import Option
+from tbbn.options import option as setting
 
 _FLOAT = 3.4e38  # weights are float32
 _MANY = 2**20  # a typing error beyond this would fill the memory or never end
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One setting: its dotted name, type and default, a line of help, and what it accepts.
+class Setting(Option):
+    """One setting, by its dotted name."""
 
-    A number lies in ``least <= value <= most`` and strictly between ``above`` and ``below``. Of a list, each entry does.
-    """
-
-    name: str
-    kind: Any
-    default: Any
-    help: str
-    choices: tuple[str, ...] = ()
-    above: float | None = None
-    least: float | None = None
-    most: float | None = None
-    below: float | None = None
+    name: str = ""
 
     @property
     def line(self) -> str:
         """The help, and the choices where there are any."""
         return f"{self.help} ({', '.join(self.choices)})" if self.choices else self.help
-
-    def problem(self, value: Any) -> str:
-        """What is wrong with a value of the right type, such as "must be positive"; empty if nothing is."""
-        if isinstance(value, tuple):
-            found = next(filter(None, map(self.problem, value)), "")
-            return found and f"entries {found}"
-        if self.choices and value not in self.choices:
-            return f"must be {_alternatives(self.choices)}"
-        for limit, holds, words in (
-            (self.above, operator.gt, "positive" if self.above == 0 else f"above {self.above}"),
-            (self.least, operator.ge, f"at least {self.least}"),
-            (self.most, operator.le, f"at most {self.most}"),
-            (self.below, operator.lt, f"below {self.below}"),
-        ):
-            if limit is not None and not holds(value, limit):  # NaN holds for none
-                return f"must be {words}"
-        return ""
-
-
-def _alternatives(names: Sequence[str]) -> str:
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-def setting(default: Any, help: str, **accepted: Any) -> Any:
-    """A dataclass field that explains itself; ``accepted`` are fields of :class:`Setting`."""
-    return field(default=default, metadata={"help": help, **accepted})
 
 
 @dataclass(frozen=True)
@@ -255,9 +219,9 @@ def _settings() -> Mapping[str, Setting]:
             if f.default is MISSING:  # a section
                 continue
             if f.name in CHOICES and not prefix:
-                found[f"{f.name}.name"] = Setting(f"{f.name}.name", str, f.default.name, **f.metadata)
+                found[f"{f.name}.name"] = Setting(f.default.name, **f.metadata, kind=str, name=f"{f.name}.name")
             else:
-                found[prefix + f.name] = Setting(prefix + f.name, f.type, f.default, **f.metadata)
+                found[prefix + f.name] = Setting(f.default, **f.metadata, kind=f.type, name=prefix + f.name)
     return MappingProxyType(found)
 
 

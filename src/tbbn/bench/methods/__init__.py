@@ -22,19 +22,20 @@ from tbbn.bench.methods import (  # noqa: F401  each registers its method; a new
     ssil,
     wa,
 )
-from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext, make_method
+from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.errors import UserError
+from tbbn.options import checked_options
 from tbbn.registry import METHODS
 
 
 def method(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """The method of that name with these hyper-parameters."""
+    """The method of that name with these hyper-parameters; an unknown one or a wrong value is an error."""
     kind = METHODS.get(name)
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise UserError(f"method {name!r} must be a class derived from tbbn.bench.methods.Method, got {kind!r:.60}.")
     if inspect.get_annotations(kind) and "__dataclass_fields__" not in vars(kind):
         raise UserError(f"method {name!r} has options, so its class needs @dataclass(frozen=True).")
-    return make_method(name, kind, options or {})
+    return kind(**checked_options(f"method {name!r}", METHODS.options(name), options or {}))
 
 
-__all__ = ["Losses", "Method", "Phase", "TaskContext", "make_method", "method"]
+__all__ = ["Losses", "Method", "Phase", "TaskContext", "method"]

@@ -17,7 +17,8 @@ from tbbn.bench.methods.base import Losses, TaskContext
 from tbbn.bench.methods.proxy import ProxyMethod
 from tbbn.bench.methods.terms import channel_distance, nca
 from tbbn.bench.models import Output
-from tbbn.registry import option, register_method
+from tbbn.options import option
+from tbbn.registry import register_method
 
 
 def _name(stage: int) -> str:
@@ -28,7 +29,7 @@ def _name(stage: int) -> str:
 @dataclass(frozen=True)
 class Afc(ProxyMethod):
     importance_weight: float = option(
-        4.0, "weight of the distillation (the authors use 4 for CIFAR-100, 10 for ImageNet)"
+        4.0, "weight of the distillation (the authors use 4 for CIFAR-100, 10 for ImageNet)", least=0
     )
 
     def distillation(self, output: Output, previous: Output) -> Losses:

@@ -7,21 +7,18 @@ others strongly. The loss is fine-tuning's; the norm sees the larger batch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from tbbn.bench.methods.ft import FineTune
-from tbbn.registry import option, register_method
+from tbbn.options import option
+from tbbn.registry import register_method
 
 
 @register_method("balaug", "fine-tuning on batches balanced by strongly augmented views of the memory")
 @dataclass(frozen=True)
 class BalancedAugmentation(FineTune):
-    limits: ClassVar = {"views_per_task": (0, math.inf)}
-
     views_per_task: int = option(
-        3, "views of each memory row per past task: the ratio of current to memory rows in a batch"
+        3, "views of each memory row per past task: the ratio of current to memory rows in a batch", least=1
     )
 
     def memory_views(self, past_tasks: int) -> int:

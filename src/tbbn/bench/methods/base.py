@@ -7,10 +7,9 @@ tasks it gives to ``network.remember``: then it is saved, restored and copied to
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.scenario import Task
 from tbbn.bench.data.types import Batch
 from tbbn.bench.models import Head, LinearHead, Network, Output
-from tbbn.errors import UserError, unknown_name
 
 Losses = dict[str, Tensor]
 
@@ -106,7 +104,6 @@ class Method:
     last_relu: ClassVar[bool] = True  # False removes the ReLU before the pooling, so features may be negative
     uses_memory: ClassVar[bool] = True
     all_data: ClassVar[bool] = False  # each task trains on all data so far
-    limits: ClassVar[Mapping[str, tuple[float, float]]] = {}  # (low, high): low < option < high; else option >= 0
 
     def make_head(self, n_features: int) -> Head:
         return LinearHead(n_features)
@@ -149,35 +146,3 @@ class Method:
     def predict(self, output: Output) -> Tensor:
         """Scores (N, classes); the largest is the prediction."""
         return output.logits
-
-
-def make_method(method: str, kind: type[Method], options: Mapping[str, Any]) -> Method:
-    """A method with these hyper-parameters; an unknown option or a wrong value is an error that names the method."""
-    known = {f.name: f for f in fields(kind)}
-    checked = {}
-    for name, value in options.items():
-        if name not in known:
-            if not known:
-                raise UserError(f"[method] {method!r} takes no options, got {name!r}.")
-            raise unknown_name(f"option of method {method!r}:", name, known)
-        default = known[name].default
-        if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if type(value) is not type(default):
-            raise UserError(
-                f"[method] {method}.{name} must be of type {type(default).__name__} (default {default!r}), got {value!r}."
-            )
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            _check_range(method, kind, name, value)
-        checked[name] = value
-    return kind(**checked)
-
-
-def _check_range(method: str, kind: type[Method], name: str, value: float) -> None:
-    if name in kind.limits:
-        low, high = kind.limits[name]
-        if not low < value < high:
-            allowed = f"above {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-            raise UserError(f"[method] {method}.{name} must be {allowed}, got {value!r}.")
-    elif not 0 <= value < math.inf:
-        raise UserError(f"[method] {method}.{name} must be at least 0 and finite, got {value!r}.")

@@ -8,9 +8,7 @@ the teacher's logits are corrected ones.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
@@ -18,19 +16,19 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import cross_entropy, shared_distillation
 from tbbn.bench.models import BiasCorrectedHead, Head, Network, Output
-from tbbn.registry import option, register_method
+from tbbn.options import option
+from tbbn.registry import register_method
 
 
 @register_method("bic", "distillation, then a scale and an offset of the new logits fitted on held-out rows")
 @dataclass(frozen=True)
 class BiasCorrection(Method):
     needs_previous = True
-    limits: ClassVar = {"temperature": (0, math.inf), "held_out": (0, 1)}
 
-    temperature: float = option(2.0, "temperature of the distillation")
-    held_out: float = option(0.1, "fraction of the rows held out for the second phase")
-    correction_epochs: int = option(200, "epochs of the second phase; 0 leaves it out")
-    offset_penalty: float = option(0.05, "weight of beta^2 in the second phase")
+    temperature: float = option(2.0, "temperature of the distillation", above=0)
+    held_out: float = option(0.1, "fraction of the rows held out for the second phase", above=0, below=1)
+    correction_epochs: int = option(200, "epochs of the second phase; 0 leaves it out", least=0)
+    offset_penalty: float = option(0.05, "weight of beta^2 in the second phase", least=0)
 
     def make_head(self, n_features: int) -> Head:
         return BiasCorrectedHead(n_features)

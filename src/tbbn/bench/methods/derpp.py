@@ -23,7 +23,8 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, TaskContext
 from tbbn.bench.methods.terms import cross_entropy
 from tbbn.bench.models import Output
-from tbbn.registry import option, register_method
+from tbbn.options import option
+from tbbn.registry import register_method
 
 ROWS, LOGITS, WIDTHS = "dark_rows", "dark_logits", "dark_widths"  # (M,) ascending, (M, classes), (M,) classes stored
 
@@ -37,8 +38,8 @@ def _places(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 @register_method("derpp", "dark experience replay++: replayed rows also match the logits stored with them")
 @dataclass(frozen=True)
 class DarkExperienceReplay(Method):
-    alpha: float = option(0.1, "weight of the distance to the stored logits")
-    beta: float = option(0.5, "weight of the cross-entropy on memory rows")
+    alpha: float = option(0.1, "weight of the distance to the stored logits", least=0)
+    beta: float = option(0.5, "weight of the cross-entropy on memory rows", least=0)
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         losses = {"ce": cross_entropy(output.logits[batch.current], batch.labels[batch.current])}

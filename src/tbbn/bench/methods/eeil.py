@@ -7,9 +7,7 @@ hundredth of the learning rate, on as many rows of each new class as the memory 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -17,7 +15,8 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import cross_entropy, soft_binary_cross_entropy
 from tbbn.bench.models import Output
-from tbbn.registry import option, register_method
+from tbbn.options import option
+from tbbn.registry import register_method
 
 
 @register_method("eeil", "distillation head by head, then a phase on class-balanced rows")
@@ -26,12 +25,11 @@ class EndToEnd(Method):
     """``skip_newest_head`` leaves the second task without distillation in its first phase: it has one past head."""
 
     needs_previous = True
-    limits: ClassVar = {"temperature": (0, math.inf)}
 
-    kd: float = option(1.0, "weight of the distillation")
-    temperature: float = option(2.0, "temperature of the distillation")
-    balanced_epochs: int = option(40, "epochs of the balanced phase; 0 leaves it out")
-    balanced_lr_factor: float = option(0.01, "learning rate of the balanced phase, relative to the main phase")
+    kd: float = option(1.0, "weight of the distillation", least=0)
+    temperature: float = option(2.0, "temperature of the distillation", above=0)
+    balanced_epochs: int = option(40, "epochs of the balanced phase; 0 leaves it out", least=0)
+    balanced_lr_factor: float = option(0.01, "learning rate of the balanced phase, relative to the main phase", least=0)
     skip_newest_head: bool = option(
         False, "bug of released code: do not distil the newest past head in the first phase"
     )

@@ -17,7 +17,8 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, TaskContext
 from tbbn.bench.methods.terms import class_means, cross_entropy
 from tbbn.bench.models import Output
-from tbbn.registry import option, register_method
+from tbbn.options import option
+from tbbn.registry import register_method
 
 MEANS = "exemplar_means"  # (classes, D), zero for a class without exemplars
 
@@ -27,7 +28,7 @@ MEANS = "exemplar_means"  # (classes, D), zero for a class without exemplars
 class Icarl(Method):
     needs_previous = True
 
-    kd: float = option(1.0, "weight of the distillation")
+    kd: float = option(1.0, "weight of the distillation", least=0)
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         losses = {"ce": cross_entropy(output.logits, batch.labels)}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +20,8 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import cosine_distance, cross_entropy
 from tbbn.bench.models import CosineHead, Head, Output
-from tbbn.registry import option, register_method
+from tbbn.options import option
+from tbbn.registry import register_method
 
 
 @register_method("lucir", "cosine classifier, feature distillation and margin ranking")
@@ -31,12 +31,11 @@ class Lucir(Method):
     last_relu = (
         False  # the backbone pools its last map without a ReLU, so features may be negative and cosines span [-1, 1]
     )
-    limits: ClassVar = {"top_k": (0, math.inf)}  # an open interval: 0 < top_k; other options are at least 0
 
-    less_forget: float = option(5.0, "weight of the feature distillation")
-    ranking: float = option(1.0, "weight of the margin ranking")
-    margin: float = option(0.5, "margin between the cosine of the label and those of new classes")
-    top_k: int = option(2, "new classes that each row of a past class is compared with")
+    less_forget: float = option(5.0, "weight of the feature distillation", least=0)
+    ranking: float = option(1.0, "weight of the margin ranking", least=0)
+    margin: float = option(0.5, "margin between the cosine of the label and those of new classes", least=0)
+    top_k: int = option(2, "new classes that each row of a past class is compared with", least=1)
 
     def make_head(self, n_features: int) -> Head:
         return CosineHead(n_features)  # holds the weights and eta

@@ -13,14 +13,15 @@ from tbbn.bench.methods.base import Losses
 from tbbn.bench.methods.proxy import ProxyMethod
 from tbbn.bench.methods.terms import cosine_distance, pod_spatial
 from tbbn.bench.models import Output
-from tbbn.registry import option, register_method
+from tbbn.options import option
+from tbbn.registry import register_method
 
 
 @register_method("podnet", "distillation of pooled maps, a classifier of several proxies a class")
 @dataclass(frozen=True)
 class PodNet(ProxyMethod):
-    pod_flat: float = option(1.0, "weight of the distillation of the features (ImageNet: 10)")
-    pod_spatial: float = option(3.0, "weight of the distillation of the stages (ImageNet: 8)")
+    pod_flat: float = option(1.0, "weight of the distillation of the features (ImageNet: 10)", least=0)
+    pod_spatial: float = option(3.0, "weight of the distillation of the stages (ImageNet: 8)", least=0)
 
     def distillation(self, output: Output, previous: Output) -> Losses:
         return {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
 from tbbn.bench.methods.terms import k_means, nca
 from tbbn.bench.models import Head, Network, Output, ProxyHead
-from tbbn.registry import option
+from tbbn.options import option
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,10 @@ class ProxyMethod(Method):
     needs_previous = True
     needs_stages = True
     last_relu = False  # features may be negative
-    limits: ClassVar = {"n_proxies": (0, math.inf), "finetune_lr": (0, math.inf)}
 
-    n_proxies: int = option(10, "proxies per class")
-    finetune_epochs: int = option(20, "epochs of the phase that trains the classifier alone; 0 leaves it out")
-    finetune_lr: float = option(0.05, "learning rate of that phase")
+    n_proxies: int = option(10, "proxies per class", least=1)
+    finetune_epochs: int = option(20, "epochs of the phase that trains the classifier alone; 0 leaves it out", least=0)
+    finetune_lr: float = option(0.05, "learning rate of that phase", above=0)
 
     def make_head(self, n_features: int) -> Head:
         return ProxyHead(n_features, self.n_proxies)

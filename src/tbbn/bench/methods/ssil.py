@@ -7,9 +7,7 @@ over all rows. The first task is plain cross-entropy.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -17,17 +15,17 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method
 from tbbn.bench.methods.terms import cross_entropy, soft_kl
 from tbbn.bench.models import Output
-from tbbn.registry import option, register_method
+from tbbn.options import option
+from tbbn.registry import register_method
 
 
 @register_method("ssil", "separated softmax and task-wise distillation")
 @dataclass(frozen=True)
 class SeparatedSoftmax(Method):
     needs_previous = True
-    limits: ClassVar = {"temperature": (0, math.inf)}
 
-    kd: float = option(1.0, "weight of the distillation")
-    temperature: float = option(2.0, "temperature of the distillation")
+    kd: float = option(1.0, "weight of the distillation", least=0)
+    temperature: float = option(2.0, "temperature of the distillation", above=0)
     kd_last_task_only: bool = option(False, "bug of the paper's code: distil the newest past task only")
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:

@@ -6,9 +6,7 @@ Then w_new <- w_new * mean |w_old| / mean |w_new|; biases stay.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -16,16 +14,16 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, TaskContext
 from tbbn.bench.methods.terms import cross_entropy, norm_ratio, shared_distillation
 from tbbn.bench.models import Output
-from tbbn.registry import option, register_method
+from tbbn.options import option
+from tbbn.registry import register_method
 
 
 @register_method("wa", "distillation, then new weights rescaled to the length of old ones")
 @dataclass(frozen=True)
 class WeightAligning(Method):
     needs_previous = True
-    limits: ClassVar = {"temperature": (0, math.inf)}
 
-    temperature: float = option(2.0, "temperature of the distillation")
+    temperature: float = option(2.0, "temperature of the distillation", above=0)
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         if previous is None:
