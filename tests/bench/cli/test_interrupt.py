@@ -173,3 +173,39 @@ def test_resuming_with_an_edited_config_is_refused_and_names_the_changes(tmp_pat
     assert file.read_text() == untouched and load_record(folder).status == "finished"
     file.write_text(untouched.replace("epochs = 2", "epochs = 7"))
     assert "was edited (train.epochs" in mistake(capsys, "resume", str(folder)), "also where nothing is left to train"
+
+
+@pytest.mark.parametrize("lanes", ["1", "2"])
+def test_after_the_time_limit_runs_save_themselves_and_the_same_command_goes_on(
+    lanes: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tbbn.bench.cli import train
+    from tbbn.bench.engine.step import Step
+
+    now, real = 0.0, Step.train
+
+    def slow(self: Step, *arguments: Any) -> None:
+        nonlocal now
+        now += 20
+        real(self, *arguments)
+
+    words = ["run", *TINY, "--seeds", "2", "--lanes", lanes, "--out", str(tmp_path), "--name", "x"]
+    with monkeypatch.context() as patched:
+        patched.setattr(train.time, "monotonic", lambda: now)
+        patched.setattr(Step, "train", slow)
+        assert main([*words, "--time-limit", "50s"]) == 75
+        said = capsys.readouterr()
+        assert said.out == "" and "time limit reached, everything is saved" in said.err.splitlines()[-1]
+        assert "interrupted" in {load_record(file.parent).status for file in tmp_path.rglob("record.json")}
+        assert main([*words, "--time-limit", "1h"]) == 0
+    assert {load_record(tmp_path / "x" / f"ft-bn-{seed}").status for seed in (0, 1)} == {"finished"}
+    assert main([*words[:-1], "y"]) == 0
+    for seed in (0, 1):
+        stopped, alone = (load_record(tmp_path / name / f"ft-bn-{seed}") for name in "xy")
+        assert stopped.weights == alone.weights and stopped.accuracy == alone.accuracy
+
+
+@pytest.mark.parametrize("text", ["9", "m", "-5m", "1.5h", "0s", "9 minutes", "99999999999d"])
+def test_a_time_limit_that_is_no_duration_is_refused(text: str, tmp_path: Path, capsys: Capture) -> None:
+    said = mistake(capsys, "run", *TINY, "--out", str(tmp_path), f"--time-limit={text}")
+    assert "--time-limit takes a duration such as 45s, 9m or 1h30m" in said

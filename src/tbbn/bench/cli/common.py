@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,10 +12,31 @@ from tbbn.errors import UserError
 EXIT_FAILED = 1
 EXIT_MISTAKE = 2
 EXIT_DIVERGED = 3
+EXIT_TIME_LIMIT = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_INTERRUPTED = 130
+
+
+class TimeLimitReached(Exception):
+    """The time of ``--time-limit`` is over; every run has been saved."""
+
 
 Call = Callable[[argparse.Namespace], int]
 Command = Callable[[str, Call, str, str], argparse.ArgumentParser]  # name, function, one-line help, example
+
+
+def parse_duration(text: str) -> float:
+    """Seconds.
+
+    >>> parse_duration("9m"), parse_duration("1h30m"), parse_duration("45s"), parse_duration("2d")
+    (540.0, 5400.0, 45.0, 172800.0)
+    """
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    seconds = 0.0
+    if match is not None:
+        seconds = float(sum(int(n or 0) * size for n, size in zip(match.groups(), (86400, 3600, 60, 1), strict=True)))
+    if not 0 < seconds < 1e9:
+        raise UserError(f"--time-limit takes a duration such as 45s, 9m or 1h30m, got {text!r:.40}.")
+    return seconds
 
 
 def run_folders(given: Sequence[str], pending: Sequence[Path] = ()) -> list[Path]:

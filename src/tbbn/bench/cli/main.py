@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from tbbn.bench.cli import data, inspect, reproduce, speed, train, verify
-from tbbn.bench.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, Call
+from tbbn.bench.cli.common import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_MISTAKE,
+    EXIT_TIME_LIMIT,
+    Call,
+    TimeLimitReached,
+)
 from tbbn.bench.cli.settings import check_commas, split_plugins, split_settings
 from tbbn.bench.cli.streams import droppable_stderr, fill_closed_descriptors, to_nowhere
 from tbbn.errors import UserError, printable, unknown_name
@@ -69,6 +76,9 @@ def _exit_code(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("tbbn: interrupted; run the same command again to resume.", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except TimeLimitReached:
+        print("tbbn: time limit reached, everything is saved; run the same command again to go on.", file=sys.stderr)
+        return EXIT_TIME_LIMIT
     except BrokenPipeError:
         to_nowhere(sys.stdout)  # the reader is gone; flushing the rest at exit would fail again
         # A reader such as head has seen enough of a list. Results of training that nobody read are another matter.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tbbn.accelerators.triton import nothing_compiled
 from tbbn.bench import config as cfg
-from tbbn.bench.cli.common import EXIT_DIVERGED, EXIT_FAILED, Command, run_folders
+from tbbn.bench.cli.common import EXIT_DIVERGED, EXIT_FAILED, Command, TimeLimitReached, parse_duration, run_folders
 from tbbn.bench.cli.settings import settings_help
 from tbbn.errors import UserError, printable
 
@@ -40,6 +42,7 @@ def add(command: Command) -> None:
 
 def add_progress_options(command: argparse.ArgumentParser, lanes: str) -> None:
     command.add_argument("--lanes", default=lanes, help=f"runs in parallel on one device, or auto (default: {lanes})")
+    command.add_argument("--time-limit", metavar="TIME", help="save and stop after this time: 45s, 9m, 1h30m")
     command.add_argument("--quiet", action="store_true", help="hide progress")
 
 
@@ -151,25 +154,34 @@ def _train(
 def train(
     runs: list[PendingRun], args: argparse.Namespace, *, overwrite: bool = False, recipe: str = ""
 ) -> tuple[int, list[Record]]:
-    """Do the runs with progress on standard error; the exit code, and the records."""
+    """Do the runs with progress on standard error; the exit code, and the records.
+
+    Raises :class:`TimeLimitReached` when the time of ``--time-limit`` is over and there is more to do.
+    """
     from tbbn.bench.progress import run_progress
     from tbbn.bench.runs.interrupt import stop_on_signal
     from tbbn.bench.runs.sweep import run_all
 
     lanes = _lanes(args.lanes)
+    end = time.monotonic() + parse_duration(args.time_limit) if args.time_limit else math.inf
     if not args.quiet and must_compile_kernels(runs):
         print("compiling GPU kernels at their first use: the first step may take half a minute", file=sys.stderr)
-    with run_progress(runs, args.quiet) as progress, stop_on_signal() as stop:
-        records = run_all(
-            runs,
-            lanes=lanes,
-            on_start=progress.start,
-            on_event=progress.event,
-            on_end=progress.end,
-            overwrite=overwrite,
-            recipe=recipe,
-            stop=stop,
-        )
+    with run_progress(runs, args.quiet) as progress, stop_on_signal() as asked:
+        try:
+            records = run_all(
+                runs,
+                lanes=lanes,
+                on_start=progress.start,
+                on_event=progress.event,
+                on_end=progress.end,
+                overwrite=overwrite,
+                recipe=recipe,
+                stop=lambda: asked() or time.monotonic() >= end,
+            )
+        except KeyboardInterrupt:
+            if asked() or time.monotonic() < end:
+                raise
+            raise TimeLimitReached from None
     states = {record.status for record in records}
     return EXIT_FAILED if "failed" in states else EXIT_DIVERGED if "diverged" in states else 0, records
 

@@ -51,6 +51,11 @@ def run_all(
         if on_end is not None:
             on_end(pending, record)
 
+    def raise_if_stopped() -> None:
+        done = all(pending in records and records[pending].status != "interrupted" for pending in runs)
+        if stop is not None and stop() and not done:
+            raise KeyboardInterrupt
+
     for pending in runs:
         if pending in records:
             end(pending, records[pending])
@@ -65,13 +70,11 @@ def run_all(
                 stop=stop,
                 overwrite=overwrite,
             )
-            if stop is not None and stop():
-                raise KeyboardInterrupt
+            raise_if_stopped()
         else:
             for i, pending in enumerate(todo):
                 end(pending, _run_one(pending, partial(event, i), stop, overwrite, alone=len(runs) == 1))
-                if stop is not None and stop():
-                    raise KeyboardInterrupt
+                raise_if_stopped()
     return [records[pending] for pending in runs]
 
 
