@@ -264,6 +264,15 @@ def test_progress_is_shown_unless_quiet(capsys: pytest.CaptureFixture[str]) -> N
         ({"norm": "gn(groups=7)"}, "gn: groups=7 does not divide 32 channels"),
         ({"plugins": ["nothing.py"], "method": "lwf"}, r"plugin nothing.py: no such file\."),
         ({"plugins": ["nothing.py"]}, r"plugin nothing.py: no such file\."),
+        ({"seeds": [[1]]}, r"seeds must be a number of seeds, .* got \[\[1\]\]"),
+        ({"seeds": np.array([0.5])}, "seeds must be a number"),
+        ({"seeds": {"a": 1}}, "seeds must be a number"),
+        (
+            {"method": "ft", "method.name": "lucir"},
+            "tbbn.run: method is given twice, as method and as method.name; leave",
+        ),
+        ({"norm": {"name": "bn"}, "norm.name": "gn"}, "tbbn.run: norm is given twice"),
+        ({"data.name": "digits"}, "tbbn.run: data is given twice"),
         ({"plugins": [""]}, "plugin '': must be a module's name or a Python file"),
     ],
 )
@@ -273,6 +282,57 @@ def test_mistakes_are_one_line(given: dict[str, Any], wanted: str, tmp_path: Pat
             tbbn.run(**{**TINY, **given}, out=out)
         assert "\n" not in str(error.value)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", [3, b"kept", ["kept"]])
+def test_a_folder_must_be_a_path(path: Any) -> None:
+    with pytest.raises(UserError, match=r"^tbbn\.run: out must be a path, got"):
+        tbbn.run(**TINY, out=path)
+    for wrong in (path, None):
+        with pytest.raises(UserError, match=r"^tbbn\.load: the folder must be a path, got"):
+            tbbn.load(wrong)
+
+
+def test_a_sweep_takes_plurals() -> None:
+    with pytest.raises(
+        UserError, match=r"^tbbn\.sweep: takes methods, not method: tbbn\.sweep\(methods=\['ft', 'er'\]\)"
+    ):
+        tbbn.sweep(method=["ft", "er"])
+    with pytest.raises(UserError, match=r"^tbbn\.sweep: takes norms, not norm"):
+        tbbn.sweep("ft", norm="bn")
+
+
+def test_numbers_and_arrays_may_be_of_numpy() -> None:
+    of_numpy = {
+        "train.epochs": np.int64(1),
+        "memory.budget": np.uint8(8),
+        "data.tasks": np.int32(2),
+        "train.milestones": np.array([0.5, 0.75]),
+        "train.nesterov": np.bool_(False),
+        "norm.groups": np.int64(8),
+        "train.lr": np.float32(0.5),
+        "lanes": np.int64(1),
+    }
+    results = tbbn.run("ft", "gn", **{**TINY, **of_numpy}, seeds=np.arange(2), out="kept")
+    assert [(r.config.seed, r.config.train.lr, r.config.train.milestones) for r in results] == [
+        (seed, 0.5, (0.5, 0.75)) for seed in (0, 1)
+    ]
+    assert results[0].record.config["norm"]["groups"] == 8 and Path("kept/runs.toml").exists()
+    assert len(tbbn.run(**TINY, seeds=np.int64(1))) == 1
+
+
+def test_the_network_takes_arrays_and_says_what_it_does_not_take() -> None:
+    net = tbbn.run(**TINY)[0].network()
+    images = RNG.integers(0, 256, (5, 3, 8, 8), dtype=np.uint8)
+    assert torch.equal(net(images), net(torch.from_numpy(images)))
+    assert net.predict(images) == net.predict(torch.from_numpy(images))
+    for wrong, got in ((images[0], r"\(3, 8, 8\)"), (images[:, :1], r"\(5, 1, 8, 8\)"), ([1], "list"), ("x", "str")):
+        with pytest.raises(
+            UserError, match=rf"^network\(\): images must be a tensor or an array \(N, 3, H, W\), got {got}"
+        ):
+            net(wrong)
+    with pytest.raises(UserError, match=r"images must be uint8, or floats in \[0, 1\], got torch\.int64"):
+        net(images.astype(np.int64))
 
 
 def test_loading_where_there_is_nothing(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ net(images).argmax(1)
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +74,11 @@ def run(
         settings: any other setting, dotted (``**{"train.epochs": 5}``) or nested (``train={"epochs": 5}``).
     """
     lanes = _lanes(lanes)
+    folder = Path(".") if out is None else _folder("tbbn.run: out", out)
     given: dict[str, Any] = flatten(settings)
+    for kind, value in (("method", method), ("norm", norm), ("data", data)):
+        if value is not None and f"{kind}.name" in given:
+            raise UserError(f"tbbn.run: {kind} is given twice, as {kind} and as {kind}.name; leave one of them out.")
     axes, source = Axes(seeds=_seeds(seeds, given)), None
     for kind, value in (("method", method), ("norm", norm)):
         if isinstance(value, Mapping):
@@ -90,7 +96,7 @@ def run(
     if backbone is not None:
         given["backbone"] = backbone if isinstance(backbone, str) else _registered(backbone)
     layers = [("tbbn.run", given)]
-    runs = expand(layers, axes, Path("." if out is None else out))
+    runs = expand(layers, axes, folder)
     with run_progress(runs, quiet) as progress:
         if out is None:
             return Results(_in_memory(runs, lanes, progress, source))
@@ -107,6 +113,9 @@ def sweep(
     **more: Any,
 ) -> Results:
     """:func:`run` for many methods and norms, with as many runs in parallel on a GPU as raise throughput."""
+    for one, several in (("method", "methods"), ("norm", "norms")):
+        if one in more:
+            raise UserError(f"tbbn.sweep: takes {several}, not {one}: tbbn.sweep({several}={more[one]!r:.60}).")
     return run(methods, norms, data, lanes=lanes, **more)
 
 
@@ -114,10 +123,11 @@ def load(folder: str | Path, *, backbone: Callable[..., nn.Module] | None = None
     """The results of every run in a folder. A run with a backbone of your own needs it again for ``network()``."""
     if backbone is not None:
         _registered(backbone)
-    found = sorted(file.parent for file in Path(folder).rglob(RECORD))
+    place = _folder("tbbn.load: the folder", folder)
+    found = sorted(file.parent for file in place.rglob(RECORD))
     if not found:
         raise UserError(f"{folder}: no run here; the folder of a run holds a {RECORD}.")
-    return Results(Result(load_record(place), place) for place in found)
+    return Results(Result(load_record(run), run) for run in found)
 
 
 @dataclass(eq=False)
@@ -274,12 +284,23 @@ def _on_disk(
         yield Result(record, pending.directory, None, source)
 
 
-def _lanes(lanes: int | str | None) -> int | None:
-    if lanes is None or lanes == "auto":
+def _folder(what: str, given: Any) -> Path:
+    if isinstance(given, str | os.PathLike) and isinstance(os.fspath(given), str):
+        return Path(given)
+    raise UserError(f"{what} must be a path, got {given!r:.60}.")
+
+
+def _whole(value: Any, least: int) -> bool:
+    """Whether a value is a whole number from ``least`` on, of Python or numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _lanes(lanes: Any) -> int | None:
+    if lanes is None or (isinstance(lanes, str) and lanes == "auto"):
         return None
-    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+    if not _whole(lanes, 1):
         raise UserError(f"tbbn.run: lanes must be a whole number from 1 on, or 'auto', got {lanes!r}.")
-    return lanes
+    return int(lanes)
 
 
 def _names(kind: str, value: Any) -> tuple[str, ...]:
@@ -294,11 +315,12 @@ def _seeds(seeds: Any, given: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     if "seed" in given:
         raise UserError("tbbn.run: use either seed or seeds: seed=5 is the seed 5, seeds=5 the seeds 0 to 4.")
-    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
-        return tuple(range(seeds))
-    several = isinstance(seeds, Sequence) and len(set(seeds)) == len(seeds) > 0
-    if several and all(type(seed) is int and seed >= 0 for seed in seeds):
-        return tuple(seeds)
+    if _whole(seeds, 1):
+        return tuple(range(int(seeds)))
+    if isinstance(seeds, Iterable) and not isinstance(seeds, str | Mapping):
+        several = list(seeds)
+        if several and all(_whole(seed, 0) for seed in several) and len(set(several)) == len(several):
+            return tuple(map(int, several))
     raise UserError(f"tbbn.run: seeds must be a number of seeds, or different seeds from 0 on, got {seeds!r:.60}.")
 
 

@@ -22,6 +22,7 @@ from tbbn.plugins import temporary
 from tbbn.registry import NORMS
 
 KINDS = {"methods": "tempered", "norms": "rms", "datasets": "stripes", "backbones": "tiny", "augmentations": "dim"}
+DEFAULTS = {"method": {"temperature": 2.0}, "norm": {"eps": 1e-5, "affine": True, "power": 0.5}}
 BRINGS = ["method tempered", "norm rms", "backbone tiny", "augmentation dim", "dataset stripes"]
 
 
@@ -52,7 +53,9 @@ def test_an_installed_package_in_a_process_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0]["status"] == "finished"
-    assert record("runs/mine")["plugins"] == [{"name": "striped", "version": "1.2", "brings": BRINGS}]
+    assert record("runs/mine")["plugins"] == [
+        {"name": "striped", "version": "1.2", "brings": BRINGS, "defaults": DEFAULTS}
+    ]
 
 
 def test_an_installed_package_is_listed_with_origin_options_and_defaults(installed: Path, capsys: Capture) -> None:
@@ -81,11 +84,13 @@ def test_runs_of_a_package_are_read_without_it(
     with temporary_absence(installed, monkeypatch):
         assert main(["show", "runs/mine"]) == 0
         said = capsys.readouterr().out
-        assert "plugin striped 1.2: method tempered, norm rms" in said and "tempered" in said.splitlines()[0]
+        assert "plugin striped 1.2: method tempered, norm rms" in said
+        assert said.startswith("tempered + rms(power=0.4), stripes, seed 0: finished\n"), "as with the plugin"
         assert main(["report", "runs/mine"]) == 0
-        assert "tempered" in capsys.readouterr().out
+        assert "\ntempered + rms(power=0.4) " in capsys.readouterr().out
         assert main(["verify", "runs/mine"]) == 0
-        assert "OK" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "OK" in said and "dataset 'stripes' comes from a plugin that is not here" in said
         assert main(["verify", "runs/mine", "--json"]) == 0
         (entry,) = json.loads(capsys.readouterr().out)
         reasons = {finding["subject"]: finding["not_checked"] for finding in entry["findings"]}
@@ -137,7 +142,9 @@ def test_a_file_does_the_same(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     assert main(["list", "methods", "--plugin", "mine.py"]) == 0
     assert f"\nmine.py {sha[:12]}:\n  tempered " in capsys.readouterr().out
     interrupted(["run", *WORDS, "--plugin", "mine.py", "--name", "filed", "--quiet"], monkeypatch)
-    assert record("runs/filed")["plugins"] == [{"name": "mine.py", "file_sha256": sha, "brings": BRINGS}]
+    assert record("runs/filed")["plugins"] == [
+        {"name": "mine.py", "file_sha256": sha, "brings": BRINGS, "defaults": DEFAULTS}
+    ]
     assert read_toml("runs/filed/config.toml")["plugins"] == ["mine.py"]
     capsys.readouterr()
     moved = (tmp_path / "mine.py").rename(tmp_path / "moved.py")

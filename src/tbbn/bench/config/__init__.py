@@ -8,7 +8,7 @@
 """
 
 from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, Values
-from tbbn.bench.config.resolve import check_settings, complete, flatten, merge, parse_value, resolve
+from tbbn.bench.config.resolve import check_settings, complete, flatten, merge, parse_value, resolve, with_defaults
 from tbbn.bench.config.settings import (
     CHOICES,
     SECTIONS,
@@ -52,4 +52,5 @@ __all__ = [
     "resolve",
     "to_dict",
     "to_toml",
+    "with_defaults",
 ]

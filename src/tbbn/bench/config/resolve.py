@@ -148,6 +148,7 @@ _KINDS = {
 
 def _checked_value(key: str, value: Any, where: str) -> Any:
     """The value in its setting's type."""
+    value = _of_python(value)
     if key not in SETTINGS:
         return _checked_option(key, value, where)
     setting = SETTINGS[key]
@@ -161,6 +162,13 @@ def _checked_value(key: str, value: Any, where: str) -> Any:
         _check_text(key, typed, where)
     _check_limits(setting, typed, f"{where}: ")
     return typed
+
+
+def _of_python(value: Any) -> Any:
+    """Numbers and arrays of numpy as those of Python; anything else unchanged."""
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    return type(value)(map(_of_python, value)) if type(value) in (list, tuple) else value
 
 
 def _typed(kind: Any, value: Any) -> Any:
@@ -231,6 +239,12 @@ def _completed(chosen: _Choice, config: RunConfig) -> _Choice:
     given = {option: _like(alike.get(option), value) for option, value in chosen.options}
     options = {**default_options(chosen.kind, chosen.name, backbone=config.backbone), **given}
     return replace(chosen, options=tuple(sorted(options.items())))
+
+
+def with_defaults(config: RunConfig, kind: str, defaults: Mapping[str, Any]) -> RunConfig:
+    """The config with these defaults of its norm's or method's options, which say what its label leaves out."""
+    found = tuple((option, _like(None, default)) for option, default in sorted(defaults.items()))
+    return replace(config, **{kind: replace(getattr(config, kind), defaults=found)})
 
 
 def _like(default: Any, value: Any) -> Any:

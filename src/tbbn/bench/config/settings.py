@@ -34,13 +34,15 @@ class Choice:
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()  # sorted by name
+    # Defaults when the run was made, from its record. Without them a label would depend on whether a plugin is here.
+    defaults: tuple[tuple[str, Any], ...] = field(default=(), compare=False, repr=False)
 
     def dict(self) -> dict[str, Any]:
         return dict(self.options)
 
     def differing(self, **defaults: Any) -> str:
         """The name, and in brackets the options that differ from their defaults, or from those given."""
-        defaults = {**default_options(self.kind, self.name), **defaults}
+        defaults = {**(dict(self.defaults) or default_options(self.kind, self.name)), **defaults}
         changed = [(k, v) for k, v in self.options if k not in defaults or defaults[k] != v]
         inside = ", ".join(f"{k}={str(v).removesuffix('.0')}" for k, v in changed)
         return f"{self.name}({inside})" if inside else self.name

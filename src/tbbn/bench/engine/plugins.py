@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tbbn.bench.config import RunConfig
+from tbbn.bench.config.options import default_options
 from tbbn.bench.data.loading import base_names
 from tbbn.bench.data.sources.arrays import is_remembered
 from tbbn.errors import UserError
@@ -32,7 +33,7 @@ def load_needed_plugins(config: RunConfig) -> None:
 
 
 def used_plugins(config: RunConfig) -> list[dict[str, Any]]:
-    """For the record: each plugin that the config uses, with version or file hash, and the names it brings."""
+    """For the record: each plugin that the config uses, with version or file hash, the names it brings, and their defaults."""
     found: dict[Any, dict[str, Any]] = {}
     for registry, name in _names(config):
         origin = registry.entry(name).origin if name in registry else BUILT_IN
@@ -46,6 +47,8 @@ def used_plugins(config: RunConfig) -> list[dict[str, Any]]:
             )
             entry = found.setdefault(origin, {"name": origin.name, **mark, "brings": []})
             entry["brings"].append(f"{registry.kind} {name}")
+            if registry.configurable:
+                entry.setdefault("defaults", {})[registry.kind] = default_options(registry.kind, name)
     return list(found.values())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tbbn
 from tbbn.bench import metrics
-from tbbn.bench.config import RunConfig, flatten, resolve, to_dict
+from tbbn.bench.config import RunConfig, flatten, resolve, to_dict, with_defaults
 from tbbn.bench.engine.plugins import used_plugins
 
 SCHEMA = 2  # of the record's fields
@@ -47,7 +47,11 @@ class Record:
 
     @property
     def run_config(self) -> RunConfig:
-        return resolve(("record", flatten(self.config)))
+        config = resolve(("record", flatten(self.config)))
+        for plugin in self.plugins:
+            for kind, defaults in plugin.get("defaults", {}).items():
+                config = with_defaults(config, kind, defaults)
+        return config
 
     @property
     def metrics(self) -> dict[str, float]:

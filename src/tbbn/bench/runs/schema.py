@@ -33,6 +33,10 @@ def _errors(value: Any) -> bool:
     return _each(value, lambda e: isinstance(e, dict) and set(e) <= set(ERROR_TYPES) and all(map(_whole, e.values())))
 
 
+def _defaults(value: Any) -> bool:
+    return isinstance(value, dict) and all(k in ("method", "norm") and isinstance(v, dict) for k, v in value.items())
+
+
 def _plugins(value: Any) -> bool:
     return _each(
         value,
@@ -40,6 +44,7 @@ def _plugins(value: Any) -> bool:
             isinstance(v, dict)
             and isinstance(v.get("name"), str)
             and _each(v.get("brings"), lambda text: isinstance(text, str))
+            and _defaults(v.get("defaults", {}))
         ),
     )
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +41,21 @@ class TrainedNetwork(nn.Module):
         self.register_buffer("std", std, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
+        images = self._tensor(images)
         view = evaluation_view(images.to(self.mean.device), crop=self.crop)
         return self.method.predict(self.network(normalise(view, self.mean, self.std)))
+
+    def _tensor(self, images: Any) -> Tensor:
+        """The images, which may be an array of numpy, as a tensor of the shape and type that the network takes."""
+        if type(images).__module__ == "numpy" and hasattr(images, "ndim"):
+            images = torch.as_tensor(images)
+        channels = len(self.mean)
+        if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1] != channels:
+            got = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+            raise UserError(f"network(): images must be a tensor or an array (N, {channels}, H, W), got {got}.")
+        if images.dtype != torch.uint8 and not images.is_floating_point():
+            raise UserError(f"network(): images must be uint8, or floats in [0, 1], got {images.dtype}.")
+        return images
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> list[str]:
