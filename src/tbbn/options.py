@@ -118,8 +118,9 @@ def _as(kind: Any, value: Any) -> Any:
 
 
 # Of the arguments of a norm's constructor, `convert` gives these: a layer's channels, place and bias are those of the layer it
-# replaces. So are the values of the others here, unless an option sets them.
-_SUPPLIED = ("num_features", "bias", "device", "dtype")
+# replaces; synchronisation over ranks is no property of a norm. The values of the others here are also those of that layer,
+# unless an option sets them.
+_SUPPLIED = ("num_features", "bias", "device", "dtype", "sync", "process_group")
 _AS_BEFORE = "as in the layer it replaces"
 _INHERITED = {
     "eps": Option(help=_AS_BEFORE, least=1e-30, most=1e30, kind=float),

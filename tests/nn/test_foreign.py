@@ -208,11 +208,6 @@ def test_registering_such_a_class_as_a_norm_does_not_lose_its_activation(x):
     assert type(tbbn.convert(tbbn.convert(nn.BatchNorm2d(4), "bnact"), "tbbn")) is tbbn.TaskBalancedBatchNorm2d
 
 
-def test_sync_batch_norm_is_not_desynchronised_silently():
-    with pytest.raises(UserError, match="convert: SyncBatchNorm takes its statistics over all processes"):
-        tbbn.convert(nn.Sequential(nn.SyncBatchNorm(3)))
-
-
 class FrozenBatchNorm2d(nn.Module):
     pass
 

@@ -17,6 +17,7 @@ from tbbn.accelerators.native import binding as native
 from tbbn.accelerators.transforms import under_transform
 from tbbn.accelerators.triton import TRITON
 from tbbn.nn.plan import Plan
+from tbbn.nn.sync import RankPlan
 
 
 class Backend(Protocol):
@@ -51,7 +52,7 @@ def find(
     weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
 ) -> Backend | None:  # fmt: skip
     """The first backend that supports these inputs; None: only the reference can take them."""
-    if under_transform():
+    if under_transform() or isinstance(plan, RankPlan):  # no backend takes statistics over ranks
         return None
     for backend in backends(x.is_cuda) if _only is None else _only:
         if backend.supports(x, running_mean, running_var, weight, bias, plan):

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tbbn.errors import UserError
 from tbbn.nn.convert import is_norm
-from tbbn.nn.modules import BalancedNorm
+from tbbn.nn.modules import BalancedNorm, PlannedNorm
 from tbbn.nn.plan import Layout, make_layout
+from tbbn.nn.sync import Counts, share_counts
 
 
 class balance:
@@ -25,6 +26,8 @@ class balance:
         is_memory: instead of the counts, for a shuffled batch: a bool per row (on the CPU, to avoid a device sync).
         past_tasks: the number of tasks learnt before this one; 0 in the first task.
         task_ids: the task of each row, 0-based; used by layers with ``wants_task_ids`` (AdaB2N), ignored by the others.
+        rank_counts: for layers with ``sync=True``: the current and memory rows of every rank, ``[(48, 16), (40, 16)]``. Without
+            it the ranks tell each other when they enter the block.
 
     The layout holds inside the block only. Blocks may be nested, and each model has its own. Teachers in eval mode are
     not affected.
@@ -39,20 +42,24 @@ class balance:
         is_memory: Tensor | None = None,
         past_tasks: int,
         task_ids: Tensor | None = None,
+        rank_counts: Counts | None = None,
     ) -> None:
         self.layout = make_layout(current, memory, is_memory, past_tasks, task_ids)
         self.layers = list(balanced_layers(module))
         if not self.layers:
             raise _nothing_to_balance(module)
+        self.groups = [layer.process_group for layer in self.layers if isinstance(layer, PlannedNorm) and layer.sync]
+        self.rank_counts = rank_counts
         # A stack: the same block may be entered again inside itself.
         self.before: list[list[tuple[Layout | None, Any]]] = []
 
     def __enter__(self) -> None:
+        layout = share_counts(self.layout, self.groups, self.rank_counts)
         # All layers prepare first: one that cannot take the layout raises before any layer is changed.
-        prepared = [layer.prepare(self.layout) for layer in self.layers]
+        prepared = [layer.prepare(layout) for layer in self.layers]
         self.before.append([(layer._layout, layer._prepared) for layer in self.layers])
         for layer, ready in zip(self.layers, prepared, strict=True):
-            layer.set_layout(self.layout, ready)
+            layer.set_layout(layout, ready)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -66,6 +73,11 @@ def _nothing_to_balance(module: nn.Module) -> UserError:
     if not any(is_norm(m) for m in module.modules()):
         return UserError(
             f"balance: {name} has no batch norm, so there is nothing to balance; leave tbbn out for this model."
+        )
+    if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
+        return UserError(
+            f"balance: {name} has no task-balanced layer; convert_sync_batchnorm puts SyncBatchNorm in their place: "
+            "call tbbn.convert(model, sync=True) instead of it, or after it."
         )
     return UserError(f"balance: {name} has no task-balanced layer; call tbbn.convert(model) once, before training.")
 

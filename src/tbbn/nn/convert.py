@@ -40,7 +40,15 @@ for _name, (_norm, _description) in _BUILT_IN.items():
     NORMS.register(_name, _norm, _description, options_of(_PLAIN) if _norm is _WEIGHTED else None)
 
 
-def convert(module: nn.Module, norm: str = "tbbn", *, skip: Skip = (), **options: Any) -> nn.Module:
+def convert(
+    module: nn.Module,
+    norm: str = "tbbn",
+    *,
+    skip: Skip = (),
+    sync: bool = False,
+    process_group: Any = None,
+    **options: Any,
+) -> nn.Module:
     """Replace every batch norm in ``module`` by ``norm``, in place; return the module (or its replacement).
 
     Weights, buffers, hooks, attributes, training mode, device and dtype are kept; a batch norm used in several places stays one
@@ -51,12 +59,16 @@ def convert(module: nn.Module, norm: str = "tbbn", *, skip: Skip = (), **options
         norm: the name of the new norm.
         skip: the layers to leave as they are: names or patterns (``"head.*"``), classes, of the layer or of a module around it,
             or functions of a layer's name and the layer.
+        sync: take the statistics over the rows of all ranks ("tbbn" and "weighted"); what replaces SyncBatchNorm always does.
+        process_group: the ranks that ``sync`` is about, if not all.
         options: passed to the new layers: ``convert(model, "gn", groups=8)``.
 
     >>> type(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]).__name__
     'TaskBalancedBatchNorm2d'
     """
     options = checked_options(f"norm {norm!r}", NORMS.options(norm), options)
+    if sync or process_group is not None:
+        options |= _sync_options(norm, process_group)
     skipped = skipped_modules(module, skip)
     new, norms = _replace(module, lambda old: _make(norm, old, options), skipped)
     if norm != "bn":
@@ -115,11 +127,6 @@ def own_class(layer: nn.Module) -> type[nn.Module] | None:
     cls = type(layer)
     if cls in _PLAIN or not isinstance(layer, _BatchNorm) or is_made(layer) or "is_batch_norm_in_eval" in vars(cls):
         return None
-    if isinstance(layer, nn.SyncBatchNorm):
-        raise UserError(
-            f"convert: {cls.__name__} takes its statistics over all processes, and the layer that replaces it would not; "
-            "convert the model instead of calling convert_sync_batchnorm."
-        )
     entry = _other_norm(layer)
     return None if entry is not None and entry.origin == BUILT_IN else cls
 
@@ -144,6 +151,8 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     target = cls if own is None else own if cls in _PLAIN else combine(own, cls)
     if type(old) is target and not options:
         return old
+    if isinstance(old, nn.SyncBatchNorm) and cls not in _PLAIN:
+        options = _sync_options(norm, old.process_group) | options
     shared = {
         "eps": old.eps,
         "momentum": getattr(old, "momentum", 0.1),
@@ -165,6 +174,15 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     return carry(old, new, target, everything=own is not None or is_made(old) or _other_norm(old) is None)
 
 
+def _sync_options(norm: str, process_group: Any) -> dict[str, Any]:
+    if not issubclass(_classes(norm)[-1], layers.PlannedNorm):
+        raise UserError(
+            f"convert: norm {norm!r} does not take its statistics over ranks, as sync=True and SyncBatchNorm do; "
+            "use 'tbbn' or 'weighted'."
+        )
+    return {"sync": True, "process_group": process_group}
+
+
 def _make_lazy(cls: type[nn.Module], old: _LazyNormBase, options: dict[str, Any]) -> nn.Module:
     """A lazy layer, as ``old``: it takes its number of channels from the first batch."""
     if cls not in _PLAIN and not issubclass(cls, layers.PlannedNorm):
@@ -175,7 +193,8 @@ def _make_lazy(cls: type[nn.Module], old: _LazyNormBase, options: dict[str, Any]
     new = lazy(old.eps, old.momentum, old.affine, old.track_running_stats)
     if options:
         ready = cls(1, **options)
-        new.options, new.output_statistics = ready.options, ready.output_statistics
+        for name in ("options", "output_statistics", "sync", "process_group"):
+            setattr(new, name, getattr(ready, name))
     for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
         setattr(new, name, getattr(old, name))
     return new.train(old.training)

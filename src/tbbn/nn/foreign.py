@@ -65,6 +65,9 @@ def _norm_drop_act(layer: Any, normalise: Normalise, x: Tensor) -> Tensor:
 
 # By name: timm is not imported here. Its forward calls F.batch_norm; this saves replacing that call in every forward.
 _CONVERTERS["timm.layers.norm_act.BatchNormAct2d"] = _norm_drop_act
+_CONVERTERS["timm.layers.norm_act.SyncBatchNormAct"] = _norm_drop_act
+# Its forward is batch norm over all ranks; the layers made of it have their own way of doing that.
+_CONVERTERS[nn.SyncBatchNorm] = lambda layer, normalise, x: normalise(x)
 
 
 class ForeignNorm:

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tbbn.errors import UserError
-from tbbn.nn.plan import Plan
+from tbbn.nn.plan import Plan, product
+from tbbn.nn.sync import RankPlan, synchronised
 
 if TYPE_CHECKING:
     from tbbn.accelerators.backend import Backend
@@ -52,15 +53,15 @@ def reference(
     origin = (first + row_mean.detach()).index_select(0, plan.anchor)  # (1, C)
     first = first - origin
     row_mean = row_mean + first
-    mean = _product(plan.gather, row_mean)  # (r, C)
-    var = (_product(plan.gather, row_var + row_mean.square()) - mean.square()).clamp_min(0)
+    mean = product(plan.gather, row_mean)  # (r, C)
+    var = (product(plan.gather, row_var + row_mean.square()) - mean.square()).clamp_min(0)
     # ``plan.blend``, if given, averages the statistics of the groups before they are used: one of the paper's ablations.
-    used_mean, used_var = (mean, var) if plan.blend is None else (_product(plan.blend, mean), _product(plan.blend, var))
+    used_mean, used_var = (mean, var) if plan.blend is None else (product(plan.blend, mean), product(plan.blend, var))
     scale = (used_var + eps).rsqrt()
     if weight is not None:
         scale = scale * weight.to(scale.dtype)
-    factor = _product(plan.scatter, scale)  # (B, C)
-    offset = first * factor - _product(plan.scatter, used_mean * scale)
+    factor = product(plan.scatter, scale)  # (B, C)
+    offset = first * factor - product(plan.scatter, used_mean * scale)
     if bias is not None:
         offset = offset + bias.to(scale.dtype)
     y = rows * factor.view(shape) + offset.view(shape)
@@ -96,14 +97,17 @@ def task_balanced_batch_norm(
     if plan is None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, True, float(momentum), eps)
     plan = plan.to(x.device, statistics_dtype(x))
-    y, mean, var = reference(x, weight, bias, plan, eps)
+    if isinstance(plan, RankPlan):
+        y, mean, var, plan = synchronised(x, weight, bias, plan, eps)
+    else:
+        y, mean, var = reference(x, weight, bias, plan, eps)
     if running_mean is not None and running_var is not None:
         # ``running`` (r,) is the share of each group; ``sizes`` (r,) is the number of rows that its unbiased variance counts.
-        counts = plan.sizes * x[0, 0].numel()
+        counts = plan.sizes * x.shape[2:].numel()
         unbiased = plan.running * counts / (counts - 1)
-        batch_mean, batch_var = _product(plan.running[None], mean)[0], _product(unbiased[None], var)[0]
+        batch_mean, batch_var = product(plan.running[None], mean)[0], product(unbiased[None], var)[0]
         if plan.total_variance:  # an option: the running variance includes the variance between groups
-            batch_var = batch_var + _product(plan.running[None], (mean - batch_mean).square())[0]
+            batch_var = batch_var + product(plan.running[None], (mean - batch_mean).square())[0]
         update_average(running_mean, batch_mean, momentum)
         update_average(running_var, batch_var, momentum)
     return y
@@ -134,8 +138,3 @@ def update_average(running: Tensor, value: Tensor, momentum: float | Tensor) -> 
         running.lerp_(value, momentum)
     else:
         running.copy_(running.to(value.dtype).lerp_(value, momentum))
-
-
-def _product(matrix: Tensor, values: Tensor) -> Tensor:
-    """``matrix @ values`` as sums: autocast would round a matrix product, also in backward."""
-    return (matrix.unsqueeze(2) * values).sum(1)

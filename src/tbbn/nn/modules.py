@@ -10,6 +10,7 @@ share statistics. ``balance`` gives every layer the layout; the layer turns it i
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Annotated, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tbbn.errors import UserError
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
 from tbbn.nn.plan import RULES, Layout, Plan, PlanOptions
+from tbbn.nn.sync import RankLayout, ranks_in, unbalanced_plan
 from tbbn.options import Option
 
 
@@ -91,12 +93,17 @@ class PlannedNorm(BalancedNorm):
         output_statistics: Annotated[
             bool, Option(help="error of released code: running statistics of the output")
         ] = False,
+        sync: bool = False,
+        process_group: Any = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)  # torch's own argument is newer than the oldest torch supported
         self.options = PlanOptions(self.kind, rule, case, memory, total_variance)
+        if sync and output_statistics:
+            raise UserError("tbbn: output_statistics is not synchronised over ranks; leave out sync=True.")
         self.output_statistics = output_statistics
+        self.sync, self.process_group = sync, process_group
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -110,10 +117,19 @@ class PlannedNorm(BalancedNorm):
         """The plan for this training forward; None: nothing to balance."""
         self._check_input_dim(x)
         layout = self.layout_of(x)
-        return None if layout is None else self.prepared(layout)
+        if layout is not None:
+            return self.prepared(layout)
+        if self.sync and ranks_in(self.process_group) > 1:
+            return unbalanced_plan(x.shape[0], self.process_group, x.device, statistics_dtype(x))
+        return None
 
     def prepare(self, layout: Layout) -> Plan | None:
         tensor = self.weight if self.weight is not None else self.running_mean
+        if self.sync and isinstance(layout, RankLayout) and self.process_group in layout.counts:
+            where = (
+                (torch.device("cpu"), torch.float64) if tensor is None else (tensor.device, statistics_dtype(tensor))
+            )
+            return layout.rank_plan(self.process_group, self.options, *where)
         if tensor is None:
             return layout.plan(self.options)
         return layout.plan(self.options, tensor.device, statistics_dtype(tensor))
@@ -129,10 +145,15 @@ class PlannedNorm(BalancedNorm):
                 update_average(var, new_var, momentum)
         return y
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.process_group)] = self.process_group  # a process group cannot be copied
+        new = type(self).__new__(type(self))
+        new.__setstate__(deepcopy(self.__getstate__(), memo))
+        return new
+
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.options).items() if v != getattr(PlanOptions, k) and k != "kind"]
-        if self.output_statistics:
-            changed.append("output_statistics=True")
+        changed += [f"{name}=True" for name in ("output_statistics", "sync") if getattr(self, name)]
         return ", ".join([super().extra_repr(), *changed])
 
 

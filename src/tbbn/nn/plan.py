@@ -269,5 +269,16 @@ def _anchor(is_memory: Tensor) -> Tensor:
     return is_memory.to(torch.uint8).argmax(keepdim=True)  # the first memory row
 
 
+def one_group(rows: int) -> Plan:
+    """Batch norm as a plan: all rows share one mean and variance."""
+    first = torch.zeros(1, dtype=torch.int64, device="cpu")
+    return Plan(rows, _ones(1, rows) / max(1, rows), _ones(rows, 1), _ones(1), rows * _ones(1), first)
+
+
+def product(matrix: Tensor, values: Tensor) -> Tensor:
+    """``matrix @ values`` as sums: autocast would round a matrix product, also in backward."""
+    return (matrix.unsqueeze(2) * values).sum(1)
+
+
 def _ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.double, device="cpu")

@@ -1,0 +1,236 @@
+"""The layer on several ranks: statistics over the rows of all processes, equal to one process with the whole batch.
+
+The whole batch is the current rows of rank 0, 1, ..., then the memory rows of rank 0, 1, ... Its plan decides the splits. A rank
+needs the columns of its own rows and, to merge the moments of all ranks, the weight of every rank in every group:
+
+    forward     each rank has the mean and variance of its part of each group; all are gathered and merged: one collective
+    backward    the gradients of the groups' means and variances are summed over the ranks: one collective
+
+Gradients of weight and bias are those of this rank's rows, as in ``nn.SyncBatchNorm``: DDP and FSDP average them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+
+from tbbn.errors import UserError
+from tbbn.nn.plan import Layout, Plan, PlanOptions, one_group, product
+
+Counts = Sequence[tuple[int, int]]  # current and memory rows of rank 0, 1, ...
+
+
+def ranks_in(group: Any) -> int:
+    """The number of ranks in a process group (None: the default one); 1 where there is nothing to synchronise."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return max(1, dist.get_world_size(group))
+
+
+@dataclass(frozen=True, eq=False)
+class RankLayout(Layout):
+    """The layout of this rank's rows, with the counts of all ranks of each process group."""
+
+    counts: Mapping[Any, Counts] = field(default_factory=dict)
+
+    def rank_plan(self, group: Any, options: PlanOptions, device: torch.device, dtype: torch.dtype) -> RankPlan:
+        key = (group, options, device, dtype)
+        return self._cached(key, lambda: _build(self, group, options).to(device, dtype))
+
+
+def share_counts(layout: Layout, groups: Iterable[Any], given: Counts | None = None) -> Layout:
+    """``layout`` with the counts of all ranks: ``given``, or gathered from each process group of ``groups``."""
+    groups = [group for group in dict.fromkeys(groups) if ranks_in(group) > 1]
+    if not groups:
+        return layout
+    counts = {
+        group: _gather_counts(layout, group) if given is None else _checked(layout, group, given) for group in groups
+    }
+    if layout.is_memory is None and layout.task_ids is None and not torch.compiler.is_compiling():
+        return _counted(layout.current, layout.memory, layout.past_tasks, tuple(counts.items()))
+    return RankLayout(**{f.name: getattr(layout, f.name) for f in fields(layout) if f.init}, counts=counts)
+
+
+@lru_cache(maxsize=64)  # one layout, and so one plan, for all batches with the same counts
+def _counted(current: int, memory: int, past_tasks: int, counts: tuple[tuple[Any, Counts], ...]) -> RankLayout:
+    return RankLayout(current, memory, past_tasks, counts=dict(counts))
+
+
+def _gather_counts(layout: Layout, group: Any) -> Counts:
+    on_cpu = "cpu" in dist.get_backend_config(
+        group
+    )  # NCCL alone takes tensors on the GPU only, and reading them back waits for it
+    device = torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator() or "cpu")
+    mine = torch.tensor([layout.current, layout.memory, layout.past_tasks], device=device)
+    rows = _all_gather(mine, ranks_in(group), group).tolist()
+    if any(past != layout.past_tasks for _, _, past in rows):
+        raise UserError(f"balance: past_tasks must be the same on all ranks, got {[past for _, _, past in rows]}.")
+    return tuple((current, memory) for current, memory, _ in rows)
+
+
+def _checked(layout: Layout, group: Any, given: Counts) -> Counts:
+    counts = tuple((int(current), int(memory)) for current, memory in given)
+    ranks, rank = ranks_in(group), dist.get_rank(group)
+    if len(counts) != ranks:
+        raise UserError(f"balance: rank_counts has {len(counts)} entries but the process group has {ranks} ranks.")
+    if counts[rank] != (layout.current, layout.memory):
+        raise UserError(
+            f"balance: rank_counts says {counts[rank]} for rank {rank}, whose batch has {(layout.current, layout.memory)} "
+            "current and memory rows."
+        )
+    return counts
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan(Plan):
+    """The part of the whole batch's plan that one rank needs.
+
+    ``gather`` (r, rows) and ``scatter`` (rows, r) are for this rank's rows; ``running`` and ``sizes`` are those of the whole
+    batch. ``shares[k, j]`` is the weight of rank ``k`` in group ``j``. None: the counts are not known (a training forward outside
+    ``balance``). Then there is one group, ``gather`` is 1, and the ranks send their counts with their moments.
+    """
+
+    shares: Tensor | None = None  # (ranks, r), columns sum to 1
+    ranks: int = 1
+    group: Any = None
+
+
+def unbalanced_plan(rows: int, group: Any, device: torch.device, dtype: torch.dtype) -> RankPlan:
+    """Batch norm over all ranks, where only this rank's number of rows is known."""
+    plan = one_group(rows)
+    plan = _rank_plan(plan, gather=plan.scatter.t(), ranks=ranks_in(group), group=group)
+    return cast(RankPlan, plan.to(device, dtype))
+
+
+def _build(layout: RankLayout, group: Any, options: PlanOptions) -> RankPlan:
+    """Built on the CPU in double precision from the plan of the whole batch."""
+    rank, counts = dist.get_rank(group), torch.tensor(layout.counts[group], device="cpu")  # (ranks, 2)
+    current, memory = counts.sum(0).tolist()
+    before_current, before_memory = counts[:rank].sum(0).tolist()
+    plan = Layout(current, memory, layout.past_tasks).plan(options) or one_group(current + memory)
+    is_memory = layout.memory_mask()
+    mine = torch.where(
+        is_memory, current + before_memory + is_memory.cumsum(0) - 1, before_current + (~is_memory).cumsum(0) - 1
+    )
+    ranks = torch.arange(len(counts), device="cpu")
+    owner = torch.cat([ranks.repeat_interleave(counts[:, 0]), ranks.repeat_interleave(counts[:, 1])])
+    shares = torch.stack([plan.gather[:, owner == k].sum(1) for k in range(len(counts))])
+    return _rank_plan(
+        plan,
+        rows=layout.rows,
+        gather=plan.gather[:, mine],
+        scatter=plan.scatter[mine],
+        shares=shares,
+        ranks=len(counts),
+        group=group,
+    )
+
+
+def _rank_plan(plan: Plan, **changes: Any) -> RankPlan:
+    return RankPlan(**{f.name: getattr(plan, f.name) for f in fields(plan) if f.init} | changes)
+
+
+def synchronised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: RankPlan, eps: float
+) -> tuple[Tensor, Tensor, Tensor, RankPlan]:
+    """Output, means (r, C) and biased variances (r, C) of the whole batch's groups, and the plan with its counts filled in."""
+    if x.dim() == 2:
+        y, mean, var, plan = synchronised(x.unsqueeze(2), weight, bias, plan, eps)
+        return y.squeeze(2), mean, var, plan
+    with torch.no_grad():
+        mean, var, plan = _moments(x, plan)
+    return _Normalise.apply(x, weight, bias, mean, var, plan, eps), mean, var, plan
+
+
+def _moments(x: Tensor, plan: RankPlan) -> tuple[Tensor, Tensor, RankPlan]:
+    rows, dims, shape = x.to(plan.gather.dtype), *_geometry(x)
+    row_mean = rows.mean(dims)  # (B, C)
+    row_var = (rows - row_mean.view(shape)).square().mean(dims)
+    # Mean squares lose digits where a mean is large against its spread: first subtract the mean of this rank's rows.
+    centre = row_mean.sum(0) / max(1, plan.rows)
+    row_mean = row_mean - centre
+    weight = plan.gather.sum(1, keepdim=True)  # (r, 1)
+    inside = plan.gather / torch.where(weight > 0, weight, 1)  # a rank may have no row in a group
+    mean = product(inside, row_mean)  # (r, C)
+    var = (product(inside, row_var + row_mean.square()) - mean.square()).clamp_min(0)
+    message = [mean + centre, var] if plan.shares is not None else [mean + centre, var, weight.expand_as(mean)]
+    means, variances, *counts = _all_gather(torch.stack(message), plan.ranks, plan.group).unbind(1)  # (ranks, r, C)
+    if plan.shares is None:
+        total = counts[0][:, :, 0].sum(0)  # (r,)
+        plan = replace(plan, gather=plan.gather / total, shares=counts[0][:, :, 0] / total, sizes=total)
+    shares = cast(Tensor, plan.shares).unsqueeze(2)
+    mean = (shares * means).sum(0)
+    var = (shares * (variances + (means - mean).square())).sum(0)
+    return mean, var, plan
+
+
+def _geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions of the pixels, and the shape (B, C, 1, ...) of a value per row and channel."""
+    return tuple(range(2, x.dim())), (*x.shape[:2], *[1] * (x.dim() - 2))
+
+
+def _all_gather(message: Tensor, ranks: int, group: Any) -> Tensor:  # (ranks, ...)
+    parts = [torch.empty_like(message) for _ in range(ranks)]
+    dist.all_gather(parts, message, group=group)
+    return torch.stack(parts)
+
+
+class _Normalise(torch.autograd.Function):
+    """``x`` normalised by the groups' statistics, which depend on the rows of all ranks: backward knows, autograd does not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        plan: RankPlan,
+        eps: float,
+    ) -> Tensor:
+        _, shape = _geometry(x)
+        centre = product(plan.running[None], mean)[0]  # as in the reference, for the digits
+        mean = mean - centre
+        used_mean, used_var = (
+            (mean, var) if plan.blend is None else (product(plan.blend, mean), product(plan.blend, var))
+        )
+        inv = (used_var + eps).rsqrt()
+        scale = inv if weight is None else inv * weight.to(inv.dtype)
+        factor, offset = product(plan.scatter, scale), -product(plan.scatter, used_mean * scale)  # (B, C)
+        if bias is not None:
+            offset = offset + bias.to(inv.dtype)
+        y = (x.to(inv.dtype) - centre.view(1, *shape[1:])) * factor.view(shape) + offset.view(shape)
+        ctx.save_for_backward(x, weight, bias, mean, used_mean, inv, scale, centre)
+        ctx.plan = plan
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, group_mean, mean, inv, scale, centre = ctx.saved_tensors
+        plan, dims, shape = ctx.plan, *_geometry(x)
+        rows, g = x.to(inv.dtype) - centre.view(1, *shape[1:]), grad.to(inv.dtype)
+        sum_g = product(plan.scatter.t(), g.sum(dims))  # (r, C)
+        spread = (product(plan.scatter.t(), (g * rows).sum(dims)) - mean * sum_g) * inv  # sums of g * normalised x
+        grad_weight = spread.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = sum_g.sum(0).to(bias.dtype) if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, grad_bias, None, None, None, None
+        sums = torch.stack([sum_g, spread])
+        dist.all_reduce(sums, group=plan.group)
+        level, slope = sums[0] * scale, sums[1] * inv * scale  # minus the gradients of mean and, doubled, of variance
+        if plan.blend is not None:
+            level, slope = product(plan.blend.t(), level), product(plan.blend.t(), slope)
+        level = level - slope * group_mean
+        back = plan.gather.t() / x.shape[2:].numel()
+        level, slope, factor = product(back, level), product(back, slope), product(plan.scatter, scale)  # (B, C)
+        dx = g * factor.view(shape) - rows * slope.view(shape) - level.view(shape)
+        return dx.to(x.dtype), grad_weight, grad_bias, None, None, None, None

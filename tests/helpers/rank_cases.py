@@ -1,0 +1,393 @@
+"""Run as a program, once per rank: every case on two gloo ranks, in one pair of processes. It writes what failed as JSON.
+
+    python rank_cases.py RANK FOLDER
+
+A case compares two ranks with one process that has the whole batch: the current rows of rank 0 and 1, then their memory rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import tbbn
+from tbbn.errors import UserError
+
+RANKS = 2
+COUNTS = {
+    "equal counts": [(12, 4), (12, 4)],
+    "unequal counts": [(13, 4), (8, 5)],
+    "a rank without memory": [(12, 6), (10, 0)],
+    "a rank without rows": [(12, 4), (0, 0)],
+}
+CASES: dict[str, Callable[[], None]] = {}
+
+
+NIGHTLY: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def nightly(function: Callable[[], None]) -> Callable[[], None]:
+    NIGHTLY[function.__name__] = function
+    return function
+
+
+def own_rows(counts: list[tuple[int, int]]) -> torch.Tensor:
+    """Where this rank's rows are in the whole batch."""
+    rank, currents, memories = dist.get_rank(), *([c[i] for c in counts] for i in (0, 1))
+    current = sum(currents[:rank]) + torch.arange(currents[rank])
+    return torch.cat([current, sum(currents) + sum(memories[:rank]) + torch.arange(memories[rank])])
+
+
+def sums(counts: list[tuple[int, int]]) -> dict[str, int]:
+    return {"current": sum(c for c, _ in counts), "memory": sum(m for _, m in counts)}
+
+
+def own(counts: list[tuple[int, int]]) -> dict[str, int]:
+    return dict(zip(("current", "memory"), counts[dist.get_rank()], strict=True))
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 2 + 1
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-6) -> None:
+    """Relative to the largest value: a sum's rounding error has the size of its terms."""
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape, (got.dtype, wanted.dtype, got.shape, wanted.shape)
+    error = (got - wanted).abs().max() / wanted.abs().max().clamp_min(1) if got.numel() else 0
+    assert error <= tolerance, f"{error:.2e} > {tolerance:.0e}"
+
+
+def layers(plain: nn.Module, norm: str = "tbbn", **options: object) -> tuple[nn.Module, nn.Module]:
+    """A synchronised layer, and the same one for a single process."""
+    if plain.affine:
+        plain.weight.data, plain.bias.data = random(plain.num_features, seed=7), random(plain.num_features, seed=8)
+    return tbbn.convert(copy.deepcopy(plain), norm, sync=True, **options), tbbn.convert(plain, norm, **options)
+
+
+def compare(synced: nn.Module, single: nn.Module, counts: list[tuple[int, int]], *size: int, past: int = 3) -> None:
+    """Outputs, gradients and running statistics of one step."""
+    rows, dtype = own_rows(counts), single.running_mean.dtype if single.running_mean is not None else torch.float32
+    shape = (sum(map(sum, counts)), single.num_features, *size)
+    whole, mine = (random(*shape, dtype=dtype)[i].requires_grad_() for i in (slice(None), rows))
+    grad = random(*shape, seed=1, dtype=dtype)
+    with tbbn.balance(single, **sums(counts), past_tasks=past):
+        y = single(whole)
+    y.backward(grad)
+    with tbbn.balance(synced, **own(counts), past_tasks=past):
+        z = synced(mine)
+    z.backward(grad[rows])
+    close(z, y[rows])
+    close(mine.grad, whole.grad[rows])
+    for a, b in zip(synced.parameters(), single.parameters(), strict=True):
+        dist.all_reduce(a.grad)  # each rank has the gradients of its rows
+        close(a.grad, b.grad)
+    for a, b in zip(synced.buffers(), single.buffers(), strict=True):
+        close(a, b)
+
+
+for title, given in COUNTS.items():
+    CASES[f"the layer: {title}"] = lambda given=given: compare(*layers(nn.BatchNorm2d(5)), given, 4, 3)
+
+
+@case
+def every_dimension_and_constructor_argument() -> None:
+    counts = COUNTS["unequal counts"]
+    compare(*layers(nn.BatchNorm1d(5)), counts)
+    compare(*layers(nn.BatchNorm1d(5)), counts, 6)
+    compare(*layers(nn.BatchNorm3d(5)), counts, 2, 3, 2)
+    for options in ({"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"dtype": torch.float64}):
+        compare(*layers(nn.BatchNorm2d(5, **options)), counts, 4, 3)
+
+
+@case
+def every_plan() -> None:
+    for counts in COUNTS.values():
+        compare(*layers(nn.BatchNorm2d(5), "weighted"), counts, 4, 3)
+        compare(*layers(nn.BatchNorm2d(5)), counts, 4, 3, past=0)  # batch norm
+        for option in (
+            {"rule": "uneven"},
+            {"memory": "own"},
+            {"total_variance": True},
+            *({"case": i} for i in (1, 2, 3, 4)),
+        ):
+            compare(*layers(nn.BatchNorm2d(5), **option), counts, 4, 3)
+
+
+@case
+def a_shuffled_batch() -> None:
+    counts, (synced, single) = COUNTS["unequal counts"], layers(nn.BatchNorm2d(5))
+    rows, x = own_rows(counts), random(30, 5, 4, 3)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+    current = own(counts)["current"]
+    # The first current row in the shuffled batch is the first current row of the rank, and so on.
+    order = torch.where(order < current, (order < current).cumsum(0) - 1, current + (order >= current).cumsum(0) - 1)
+    with (
+        tbbn.balance(single, **sums(counts), past_tasks=3),
+        tbbn.balance(synced, is_memory=order >= current, past_tasks=3),
+    ):
+        close(synced(x[rows][order]), single(x)[rows][order])
+
+
+@case
+def outside_a_block_it_is_batch_norm_over_all_ranks() -> None:
+    for counts in COUNTS.values():
+        synced, single = layers(nn.BatchNorm2d(5))
+        rows, grad = own_rows(counts), random(sum(map(sum, counts)), 5, 4, 3, seed=1)
+        whole, mine = (random(sum(map(sum, counts)), 5, 4, 3)[i].requires_grad_() for i in (slice(None), rows))
+        y, z = single(whole), synced(mine)
+        close(z, y[rows])
+        y.backward(grad)
+        z.backward(grad[rows])
+        close(mine.grad, whole.grad[rows])
+        for a, b in zip(synced.buffers(), single.buffers(), strict=True):
+            close(a, b)
+
+
+@case
+def a_large_common_offset_loses_no_digits() -> None:
+    counts, (synced, single) = COUNTS["unequal counts"], layers(nn.BatchNorm2d(5))
+    rows, x = own_rows(counts), random(30, 5, 4, 3, dtype=torch.float64) / 100 + 1000
+    x = x.float()
+    exact = copy.deepcopy(single).double()
+    with tbbn.balance(exact, **sums(counts), past_tasks=3), tbbn.balance(synced, **own(counts), past_tasks=3):
+        y, z = exact(x.double())[rows], synced(x[rows])
+    error = (z - y).abs().max()
+    assert error < 0.02, error  # float32 has steps of 6e-5 at 1000, 0.3 % of the spread of 0.02
+    close(synced.running_var.double(), exact.running_var, 1e-4)
+
+
+@case
+def one_collective_forward_and_one_backward() -> None:
+    calls = []
+
+    def counted(name: str) -> Callable[..., None]:
+        function = getattr(dist, name)
+        return lambda *given, **named: (calls.append(name), function(*given, **named))[1]
+
+    model, x = tbbn.convert(convnet(), sync=True), random(16, 3, 8, 8)
+    names = ("all_gather", "all_reduce")
+    with mock.patch.multiple(dist, **{name: counted(name) for name in names}):
+        with tbbn.balance(model, current=12, memory=4, past_tasks=3):
+            assert calls == ["all_gather"]  # the counts, once a step
+            model(x).sum().backward()
+        assert calls == ["all_gather"] * 4 + ["all_reduce"] * 3
+        calls.clear()
+        with tbbn.balance(model, current=12, memory=4, past_tasks=3, rank_counts=[(12, 4)] * 2):
+            assert not calls
+
+
+@case
+def eval_mode_needs_no_other_rank() -> None:
+    synced, single = layers(nn.BatchNorm2d(5))
+    if dist.get_rank() == 0:
+        x = random(16, 5, 4, 3)
+        assert torch.equal(synced.eval()(x), single.eval()(x))
+
+
+@case
+def a_process_group_of_its_own() -> None:
+    alone, both = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()], dist.new_group([0, 1])
+    counts, x = COUNTS["unequal counts"], random(30, 5, 4, 3)
+    rows, (_, single) = own_rows(counts), layers(nn.BatchNorm2d(5))
+    for group, wanted in ((both, (x, sums(counts))), (alone, (x[rows], own(counts)))):
+        layer = copy.deepcopy(tbbn.convert(copy.deepcopy(single), sync=True, process_group=group))
+        assert layer.process_group is group
+        with tbbn.balance(single, **wanted[1], past_tasks=3), tbbn.balance(layer, **own(counts), past_tasks=3):
+            y = single(wanted[0])
+            close(layer(x[rows]), y[rows] if group is both else y)
+
+
+@case
+def a_converted_sync_batch_norm() -> None:
+    synced, single = nn.SyncBatchNorm(5), tbbn.convert(nn.BatchNorm2d(5))
+    compare(tbbn.convert(synced), single, COUNTS["unequal counts"], 4, 3)
+
+
+@case
+def autocast_rounds_no_statistics() -> None:
+    counts, (synced, single) = COUNTS["unequal counts"], layers(nn.BatchNorm2d(5))
+    rows, x = own_rows(counts), random(30, 5, 4, 3)
+    mine = x[rows].bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16), tbbn.balance(synced, **own(counts), past_tasks=3):
+        z = synced(mine)
+        z.float().square().sum().backward()
+    with tbbn.balance(single, **sums(counts), past_tasks=3):
+        y = single(x.bfloat16())
+    assert z.dtype == torch.bfloat16 == mine.grad.dtype
+    close(z, y[rows], 0.01)
+    for a, b in zip(synced.buffers(), single.buffers(), strict=True):
+        close(a, b)
+
+
+@case
+def errors_say_what_differs() -> None:
+    layer, rank = layers(nn.BatchNorm2d(5))[0], dist.get_rank()
+    for given, text in (
+        ({"past_tasks": rank}, "past_tasks must be the same on all ranks, got [0, 1]"),
+        ({"past_tasks": 1, "rank_counts": [(8, 4)]}, "rank_counts has 1 entries but the process group has 2 ranks"),
+        (
+            {"past_tasks": 1, "rank_counts": [(7, 4)] * 2},
+            f"rank_counts says (7, 4) for rank {rank}, whose batch has (8, 4)",
+        ),
+    ):
+        with pytest.raises(UserError, match=re.escape(text)), tbbn.balance(layer, current=8, memory=4, **given):
+            pass
+
+
+@case
+def a_second_derivative_is_refused() -> None:
+    layer, x = layers(nn.BatchNorm2d(5))[0], random(16, 5, 4, 3).requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+# --- training a network ---
+
+
+def convnet() -> nn.Sequential:
+    torch.manual_seed(0)
+
+    def block(n_in: int, n_out: int) -> list[nn.Module]:
+        return [nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU()]
+
+    return nn.Sequential(
+        *block(3, 6), *block(6, 6), *block(6, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+
+
+def train(model: nn.Module, call: Callable, counts: list[tuple[int, int]], synced: bool, amp: bool = False) -> None:
+    """Five steps. The loss is the mean over the whole batch: DDP averages gradients, so a rank counts its rows for ``RANKS``."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    total = sum(map(sum, counts))
+    rows, given = (own_rows(counts), own(counts)) if synced else (slice(None), sums(counts))
+    for step in range(5):
+        x, y = random(total, 3, 8, 8, seed=step)[rows], (torch.arange(total) % 4)[rows]
+        optimizer.zero_grad()
+        with tbbn.balance(model, **given, past_tasks=3):
+            out = call(x)
+        (cross_entropy(out, y, reduction="sum") * (RANKS if synced else 1) / total).backward()
+        optimizer.step()
+
+
+def same_training(wrap: Callable[[nn.Module], nn.Module], counts: list[tuple[int, int]]) -> None:
+    single, synced = tbbn.convert(convnet()), tbbn.convert(convnet(), sync=True)
+    train(single, single, counts, False)
+    call = wrap(synced)
+    train(synced, call, counts, True)
+    state = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in synced.state_dict().items()}
+    for name, wanted in single.state_dict().items():
+        close(state[name], wanted, 2e-6)
+
+
+for title, given in COUNTS.items():
+    CASES[f"DDP: {title}"] = lambda given=given: same_training(DistributedDataParallel, given)
+
+
+@case
+def ddp_with_a_static_graph() -> None:
+    same_training(lambda model: DistributedDataParallel(model, static_graph=True), COUNTS["unequal counts"])
+
+
+@case
+def ddp_with_unused_parameters() -> None:
+    class WithUnused(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model, self.unused = model, nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x)
+
+    same_training(
+        lambda model: DistributedDataParallel(WithUnused(model), find_unused_parameters=True), COUNTS["unequal counts"]
+    )
+
+
+@case
+def fsdp2() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model: nn.Module) -> nn.Module:
+        for i in (0, 1, 3):  # a convolution, a norm, a convolution
+            fully_shard(model[i])
+        return fully_shard(model)
+
+    same_training(shard, COUNTS["unequal counts"])
+
+
+@case
+def activation_checkpointing() -> None:
+    def wrap(model: nn.Module) -> Callable:
+        ddp = DistributedDataParallel(model)
+        return lambda x: checkpoint(ddp, x, use_reentrant=False)
+
+    same_training(wrap, COUNTS["unequal counts"])
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    torch._dynamo.reset()
+    warnings.simplefilter("ignore")  # the compiler causes some of torch's own
+    return torch.compile(model, backend="aot_eager", **options)
+
+
+@case
+def a_compiled_layer() -> None:
+    synced, single = layers(nn.BatchNorm2d(5))
+    compare(compiled(synced, fullgraph=True), single, COUNTS["unequal counts"], 4, 3)
+
+
+@nightly
+def a_compiled_model() -> None:
+    same_training(lambda model: DistributedDataParallel(compiled(model, fullgraph=True)), COUNTS["unequal counts"])
+
+
+@nightly
+def compiled_with_ddp() -> None:
+    same_training(lambda model: compiled(DistributedDataParallel(model)), COUNTS["equal counts"])
+
+
+def main() -> None:
+    rank, folder, names = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    results: dict[str, str] = {}
+    for name in names:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                {**CASES, **NIGHTLY}[name]()
+            dist.barrier()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+            break  # the ranks are no longer in step
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
