@@ -132,6 +132,14 @@ def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(run_progress([pending()], quiet=False), RunLines)
 
 
+def test_quiet_still_says_why_a_run_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    with run_progress([pending()], quiet=True) as progress:
+        progress.start(pending())
+        progress.end(pending(), ended(pending()))
+        progress.end(pending(), ended(pending(), "failed", "no space\n"))
+    assert capsys.readouterr().err == "tbbn: ft + bn, seed 0: failed: no space\\n\n"
+
+
 def test_a_notebook_has_bars_if_rich_can_draw_them_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tbbn.bench.progress.find_spec", lambda name: object())  # ipywidgets is installed
     assert isinstance(run_progress([pending()], quiet=False), RunLines)

@@ -17,7 +17,7 @@ from tbbn.errors import printable
 
 
 class RunProgress:
-    """Receives what happens in runs. This one shows nothing."""
+    """Receives what happens in runs. This one shows nothing but why runs failed."""
 
     def __enter__(self) -> RunProgress:
         return self
@@ -28,7 +28,9 @@ class RunProgress:
 
     def event(self, run: PendingRun, event: Event) -> None: ...
 
-    def end(self, run: PendingRun, record: Record) -> None: ...
+    def end(self, run: PendingRun, record: Record) -> None:
+        if record.status in ("failed", "diverged"):
+            print(f"tbbn: {_name(run)}: {_ending(record)}", file=sys.stderr)
 
 
 class RunLines(RunProgress):
@@ -145,7 +147,7 @@ class RunBars(RunProgress):
 
 
 def run_progress(runs: list[PendingRun], quiet: bool) -> RunProgress:
-    """What suits standard error: nothing, bars or lines."""
+    """What suits standard error: errors only, bars or lines."""
     if quiet:
         return RunProgress()
     if sys.stderr.isatty() or _in_notebook():

@@ -164,7 +164,7 @@ def test_resuming_with_an_edited_config_is_refused_and_names_the_changes(tmp_pat
     line = mistake(capsys, "resume", str(folder))
     assert f"tbbn: {file}: was edited (train.epochs = 2 in the run, 7 in the file; train.momentum = 0.9 in the" in line
     assert line.endswith(
-        f"To resume it, undo the edit; to train with the file, start a new run: tbbn run {file} --name NAME."
+        f"To resume it, undo the edit or delete the file; to train with the file, start a new run: tbbn run {file} --name NAME."
     )
     assert file.read_text() == edited and load_record(folder).status == "interrupted"
     file.write_text("no TOML [")  # damaged, not edited: it is written again

@@ -49,6 +49,15 @@ def test_quiet_prints_only_the_result(tmp_path: Path, capsys: Capture) -> None:
     assert said.err == "" and "ft + bn" in said.out
 
 
+def test_a_picture_that_cannot_be_written_is_not_a_failure(tmp_path: Path, capsys: Capture) -> None:
+    picture = tmp_path / "x" / "accuracy.png"
+    (picture / "in the way").mkdir(parents=True)
+    assert main(["run", *TINY, "--out", str(tmp_path), "--name", "x", "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"no picture: {picture}: Is a directory.\n" and "ft + bn" in said.out
+    assert not [name for name in files(tmp_path / "x") if name.startswith(".accuracy")]
+
+
 def test_several_norms_and_seeds_give_one_table_and_one_picture(runs: Path) -> None:
     pictures = [file for file in files(runs) if file.endswith(".png")]
     assert pictures == ["accuracy.png"]

@@ -15,7 +15,7 @@ from tbbn.bench.engine import Record
 from tbbn.bench.files import LOCK, locked
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.pending import PendingRun
-from tbbn.bench.runs.record import load_record, save_record
+from tbbn.bench.runs.record import load_record, save_record, update_record
 from tbbn.bench.runs.saved import run_saved
 from tbbn.bench.runs.sweep import run_all
 from tbbn.bench.runs.verify import verify
@@ -133,6 +133,49 @@ def test_a_damaged_record_without_a_checkpoint_is_one_line_with_a_way_out(tmp_pa
     assert said == (
         f"tbbn: {tmp_path}/record.json: not a record: empty. No checkpoint can restore it; --overwrite starts the run again.\n"
     )
+
+
+@pytest.mark.parametrize("damage", ["flip", "delete"])
+@pytest.mark.parametrize("name", ["config.toml", "predictions.safetensors"])
+def test_the_other_files_of_a_finished_run_are_restored_too(name: str, damage: str, tmp_path: Path) -> None:
+    run_saved(tiny(), tmp_path)
+    before = contents(tmp_path)
+    if damage == "flip":
+        (tmp_path / name).write_bytes(before[name].replace(b"s", b"r", 1) + b"#")
+    else:
+        (tmp_path / name).unlink()
+    assert not no_problem(tmp_path)
+    (record,) = run_all([PendingRun(tiny(), tmp_path)])
+    assert is_whole(record) and no_problem(tmp_path)
+    assert contents(tmp_path)[name] == before[name]
+
+
+def test_a_finished_run_is_not_trained_again_for_a_file_that_no_checkpoint_has(tmp_path: Path) -> None:
+    run_saved(tiny(), tmp_path)
+    for name in (*checkpoint.CANDIDATES, "predictions.safetensors"):
+        (tmp_path / name).unlink(missing_ok=True)
+    before = contents(tmp_path)
+    (record,) = run_all([PendingRun(tiny(), tmp_path)])
+    assert is_whole(record) and contents(tmp_path) == before
+
+
+def test_a_missing_record_is_restored_from_the_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+    half_way(tmp_path / "run")
+    (tmp_path / "run" / "record.json").unlink()
+    for command in ("show", "report", "verify"):
+        assert main([command, str(tmp_path / "run")]) == 2
+        said = capsys.readouterr().err
+        folder = tmp_path / "run"
+        assert said == f"tbbn: {folder}: no record here. To restore it from the checkpoint: tbbn resume {folder}\n"
+    assert main(["resume", str(tmp_path), "--quiet"]) == 0
+    assert is_whole(load_record(tmp_path / "run")) and no_problem(tmp_path / "run")
+
+
+def test_a_finished_record_is_not_replaced_by_an_interrupted_one_with_as_many_tasks(tmp_path: Path) -> None:
+    record = run_saved(tiny(), tmp_path)
+    record.status = "interrupted"
+    update_record(record, tmp_path)
+    assert is_whole(load_record(tmp_path))
 
 
 # A refused run keeps its record.

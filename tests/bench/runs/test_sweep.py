@@ -189,6 +189,18 @@ def test_a_sweeps_recipe_separates_options_of_one_norm_from_those_of_all(tmp_pat
     assert runs_of_sweeps(tmp_path) == wanted
 
 
+@pytest.mark.parametrize(
+    "change", [lambda text: text.replace("seeds = [\n    0", "seeds = [\n    5"), lambda text: text[:-80]]
+)
+def test_a_sweep_with_a_changed_recipe_is_not_resumed(change: Any, tmp_path: Path) -> None:
+    text = recipe_text([("test", TINY)], Axes(seeds=(0, 1)))
+    assert change(text) != text
+    (tmp_path / RECIPE).write_text(change(text))
+    message = r"runs\.toml: was changed or damaged after the sweep wrote it\. Run the sweep's own command again .* --name NAME"
+    with pytest.raises(UserError, match=message):
+        runs_of_sweeps(tmp_path)
+
+
 def test_the_recipe_is_written_before_the_first_run_and_removed_if_none_could_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

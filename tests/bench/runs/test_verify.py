@@ -14,10 +14,11 @@ from tinyrun import tiny
 
 from tbbn.bench import files
 from tbbn.bench.cli.main import main
+from tbbn.bench.engine.record import new_record
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs import record as rec
 from tbbn.bench.runs.record import load_record
-from tbbn.bench.runs.saved import run_saved
+from tbbn.bench.runs.saved import run_saved, save_failure
 from tbbn.bench.runs.verify import verify
 
 FILES = {
@@ -50,6 +51,13 @@ def test_an_intact_run_has_no_problem(done: Path) -> None:
     subjects = {f.subject for f in findings if not f.not_checked}
     assert subjects == {*FILES, *by_task, *before, "metrics", "status", "predictions"}
     assert {file.name for file in done.iterdir()} == FILES | {".lock"}
+
+
+def test_a_run_that_failed_before_it_began_has_no_problem(tmp_path: Path) -> None:
+    record = new_record(tiny())
+    record.status, record.message = "failed", "OSError: no space"
+    save_failure(record, tmp_path)
+    assert (tmp_path / "record.json").exists() and problems(tmp_path) == {}
 
 
 def rewritten(directory: Path, **values: object) -> None:

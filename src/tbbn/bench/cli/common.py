@@ -15,6 +15,8 @@ EXIT_DIVERGED = 3
 EXIT_TIME_LIMIT = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_INTERRUPTED = 130
 
+CHECKPOINTS = "checkpoint*.safetensors"  # files of a run that may be there without a record
+
 
 class TimeLimitReached(Exception):
     """The time of ``--time-limit`` is over; every run has been saved."""
@@ -39,12 +41,14 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def run_folders(given: Sequence[str], pending: Sequence[Path] = ()) -> list[Path]:
-    """The folders of all runs below those given, and of ``pending`` ones not started yet; each once."""
+def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]:
+    """The folders of all runs below those given, each once: those with a record, and those of ``others``."""
     folders: list[Path] = []
     for text in given:
         there = [file.parent for file in Path(text).rglob("record.json")]
-        inside = sorted({*there, *(folder for folder in pending if Path(text) in folder.parents)})
+        inside = sorted({*there, *(folder for folder in others if Path(text) in (folder, *folder.parents))})
+        if not inside and any(Path(text).rglob(CHECKPOINTS)):
+            raise UserError(f"{text}: no record here. To restore it from the checkpoint: tbbn resume {text}")
         if not inside:
             raise UserError(f"{text}: no run here; the folder of a run holds a record.json.")
         folders += inside

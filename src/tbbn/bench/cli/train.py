@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from tbbn.accelerators.triton import nothing_compiled
 from tbbn.bench import config as cfg
-from tbbn.bench.cli.common import EXIT_DIVERGED, EXIT_FAILED, Command, TimeLimitReached, parse_duration, run_folders
+from tbbn.bench.cli.common import (
+    CHECKPOINTS,
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    Command,
+    TimeLimitReached,
+    parse_duration,
+    run_folders,
+)
 from tbbn.bench.cli.settings import settings_help
 from tbbn.errors import UserError, printable
 
@@ -132,14 +140,15 @@ def _resume(args: argparse.Namespace) -> int:
 
     _require_plugins(map(Path, args.runs), unfinished=True)
     known = {run.directory: run for text in args.runs for run in runs_of_sweeps(Path(text))}
+    saved = [file.parent for text in args.runs for file in Path(text).rglob(CHECKPOINTS)]
     runs = []
-    for folder in run_folders(args.runs, list(known)):
-        if (folder / RECORD).exists():
+    for folder in run_folders(args.runs, [*known, *saved]):
+        if folder in known and not (folder / RECORD).exists():
+            runs.append(known[folder])
+        else:
             record = load_or_restore(folder)
             check_config_file(folder, record)
             runs.append(PendingRun(record.run_config, folder))
-        else:
-            runs.append(known[folder])
     return _train(runs, Path(args.runs[0]), args)
 
 
@@ -197,9 +206,11 @@ def _print_results(runs: list[PendingRun], records: list[Record], folder: Path, 
         print(printable(f"details of a run: tbbn show {runs[0].directory}"))
     try:
         picture = accuracy_curves(records, folder / "accuracy.png")
+    except (UserError, OSError) as error:  # the runs are done and their results printed: no picture is not a failure
+        reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
+        print(printable(f"no picture: {reason}"), file=sys.stderr)
+    else:
         print(printable(f"accuracy curves: {picture}"), file=sys.stderr if as_json else sys.stdout)
-    except UserError as error:
-        print(f"tbbn: {error}", file=sys.stderr)
 
 
 def _summary(run: PendingRun, record: Record) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tbbn.bench.engine.record import Record
+from tbbn.bench.files import write_atomic
 from tbbn.bench.report.groups import grouped
 from tbbn.errors import UserError, printable
 
@@ -34,9 +35,11 @@ def save_figure(figure: Figure, path: str | Path) -> Path:
         formats = ", ".join(f".{suffix}" for suffix in sorted(known))
         raise UserError(f"{path}: the picture must end in {formats}, got {path.suffix or 'no suffix'!r}.")
     path.parent.mkdir(parents=True, exist_ok=True)
+    picture = BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # characters missing from the font are drawn as boxes
-        figure.savefig(path, dpi=150)
+        figure.savefig(picture, format=path.suffix.lstrip(".").lower(), dpi=150)
+    write_atomic(path, picture.getvalue())
     return path
 
 

@@ -21,6 +21,7 @@ SCHEMA = 2
 LARGEST = 2**36  # bytes; reading takes as much memory as the file has
 NEWEST, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 ARRIVING = "checkpoint.arriving.safetensors"  # complete, but not yet NEWEST
+CANDIDATES = (NEWEST, ARRIVING, PREVIOUS)  # a process killed between two renames leaves only the last two
 TASKS = "task-*.safetensors"  # see task_file
 
 
@@ -62,7 +63,7 @@ def load(directory: Path, *, repair: bool = False) -> tuple[dict[str, Any], dict
     ``repair``, in a locked folder, makes it the newest, so that the next `save` keeps it and not a damaged one.
     """
     problems = []
-    for name in (NEWEST, ARRIVING, PREVIOUS):  # a process killed between two renames leaves only the last two
+    for name in CANDIDATES:
         if (directory / name).exists():
             try:
                 found = read(directory / name)

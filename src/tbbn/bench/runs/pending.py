@@ -14,8 +14,8 @@ from tbbn.bench.config import RunConfig, Values, flatten, read_toml, resolve, to
 from tbbn.bench.engine.plugins import check_unchanged, load_needed_plugins, load_plugins, require_plugins
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.validate import check
-from tbbn.bench.runs.recipe import RECIPE, Axes, Layer, parse_choice, read_recipe
-from tbbn.bench.runs.record import CONFIG, RECORD, load_or_restore
+from tbbn.bench.runs.recipe import RECIPE, Axes, Layer, check_sealed, parse_choice, read_recipe
+from tbbn.bench.runs.record import CONFIG, RECORD, can_be_restored, load_or_restore
 from tbbn.errors import UserError
 
 
@@ -57,6 +57,7 @@ def runs_of_sweeps(folder: Path) -> list[PendingRun]:
     """All runs of the sweeps in a folder, whether they have started or not."""
     runs = []
     for file in sorted(folder.rglob(RECIPE)):
+        check_sealed(file)
         values, axes = read_recipe(file)
         runs += expand([(str(file), values)], axes, file.parent, resumes=True)
     return runs
@@ -72,7 +73,10 @@ def check_folders(runs: Sequence[PendingRun]) -> None:
 
 
 def finished_record(run: PendingRun) -> Record | None:
-    """The record of a run that finished earlier with the same config. Another config in the folder is an error."""
+    """The record of a run that finished earlier with the same config; None if anything is left to do.
+
+    Another config in the folder is an error.
+    """
     if not (run.directory / RECORD).exists():
         return None
     record = load_or_restore(run.directory)
@@ -82,7 +86,8 @@ def finished_record(run: PendingRun) -> Record | None:
     if record.status != "finished":
         require_plugins(run.config, record.plugins, str(run.directory))
     check_unchanged(run.config, record.plugins, str(run.directory))
-    return record if record.status == "finished" else None
+    is_done = record.status == "finished" and not can_be_restored(record, run.directory)
+    return record if is_done else None
 
 
 def check_config_file(directory: Path, record: Record) -> None:
@@ -98,8 +103,8 @@ def check_config_file(directory: Path, record: Record) -> None:
     run = {key: known[key] for key in {**flatten(record.config), **edited} if key in known}
     if changed := _difference(run, edited, "in the run", "in the file"):
         raise UserError(
-            f"{directory / CONFIG}: was edited ({changed}), and a run cannot change its config. To resume it, undo the edit; "
-            f"to train with the file, start a new run: tbbn run {directory / CONFIG} --name NAME."
+            f"{directory / CONFIG}: was edited ({changed}), and a run cannot change its config. To resume it, undo the edit "
+            f"or delete the file; to train with the file, start a new run: tbbn run {directory / CONFIG} --name NAME."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from tbbn.errors import UserError
 Layer = tuple[str, Values]  # where settings come from, for error messages, and the settings
 
 RECIPE = "runs.toml"  # in a sweep's folder: the recipe of all its runs
+_CHECKSUM = "# sha256 of the lines above: "  # the last line of a sweep's recipe
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], Axes]:
 
 
 def recipe_text(layers: Sequence[Layer], axes: Axes) -> str:
-    """A recipe file with these axes and the settings of all layers; later layers override earlier ones."""
+    """A recipe file with these axes and the settings of all layers, and its checksum; later layers override earlier ones."""
     values, owners = merge(*layers)
     sweep = {name: entries for name, entries in asdict(axes).items() if entries}
     for axis, kind in (("methods", "method"), ("norms", "norm")):
@@ -52,7 +54,21 @@ def recipe_text(layers: Sequence[Layer], axes: Axes) -> str:
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[name] = value
-    return to_toml({**tree, "sweep": sweep})
+    return _sealed(to_toml({**tree, "sweep": sweep}))
+
+
+def _sealed(text: str) -> str:
+    return f"{text}{_CHECKSUM}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def check_sealed(path: Path) -> None:
+    """Refuse a sweep's recipe that is not as it was written: its runs would get other settings than those done before."""
+    text = path.read_bytes().decode(errors="replace")
+    if text != _sealed(text.rpartition(_CHECKSUM)[0]):
+        raise UserError(
+            f"{path}: was changed or damaged after the sweep wrote it. Run the sweep's own command again to go on with it, "
+            f"or start another sweep with this file: tbbn sweep {path} --name NAME"
+        )
 
 
 def _with_options(kind: str, entry: str, owned: dict[str, tuple[str, Any]]) -> str:

@@ -43,15 +43,35 @@ def save_record(record: Record, directory: Path) -> None:
 
 
 def update_record(record: Record, directory: Path) -> None:
-    """`save_record`, unless the record there is of the same run and knows more tasks: a resumed run may be behind it."""
+    """`save_record`, unless the record there is of the same run and knows more: a resumed run may be behind it."""
     try:
         there = load_record(directory)
     except UserError:  # none, or a damaged one
         pass
     else:
-        if there.config == record.config and len(there.accuracy) > len(record.accuracy):
+        if there.config == record.config and _knows(there) > _knows(record):
             return
     save_record(record, directory)
+
+
+def _knows(record: Record) -> tuple[int, bool]:
+    return len(record.accuracy), record.status == "finished"
+
+
+def can_be_restored(record: Record, directory: Path) -> bool:
+    """Whether the config or the predictions beside a record are damaged or missing, and a checkpoint has all of them."""
+    try:
+        file, wanted = directory / PREDICTIONS, {f"task{t}" for t in range(len(record.accuracy))}
+        is_whole = not seal_problem(file.read_bytes()) and wanted <= load_predictions(directory).keys()
+        if is_whole and (directory / CONFIG).read_bytes() == to_toml(record.run_config).encode():
+            return False
+    except (FileNotFoundError, UserError):
+        pass
+    try:
+        found = checkpoint.load(directory)
+    except UserError:
+        return False
+    return found is not None and found[0].get("record", {}).get("weights") == record.weights
 
 
 def load_predictions(directory: Path) -> dict[str, Tensor]:
@@ -113,6 +133,8 @@ def _read_record(file: Path) -> Record:
 
 def _no_record(path: Path) -> str:
     inside = sorted(file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{RECORD}"))
+    if not inside and any((path / name).exists() for name in checkpoint.CANDIDATES):
+        return f"no record here. To restore it from the checkpoint: tbbn resume {path}"
     if not inside:
         return f"no run here; the folder of a run holds a {RECORD}."
     return f"holds {len(inside)} runs; name one of them, such as {inside[0]}."

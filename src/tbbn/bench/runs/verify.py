@@ -105,6 +105,8 @@ def _contents(record: Record, files: _Files, metrics: dict[str, Any], evaluate: 
             fitting[finding.subject] = files.states[finding.subject]
     complete = recompute.predictions_present(record, files.predictions)
     yield complete
+    if record.status == "failed" and not record.task_sizes:
+        return  # it failed before it began: there is nothing to compare
     if reason := without_data(config):
         yield Finding("results against the labels", not_checked=reason)
     else:
