@@ -16,8 +16,8 @@ Matrix = Sequence[Sequence[float]]
 FORMULAS: dict[str, str] = {
     "final_accuracy": "A_f = (1/T) sum_i a[T,i]",
     "average_accuracy": "A_a = (1/T) sum_t (1/t) sum_{i<=t} a[t,i]",
-    "forgetting": "F = (1/T) sum_{i<T} max_{t>i} (a[i,i] - a[t,i])",
-    "forgetting_history": "F_h = (1/T) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])",
+    "forgetting_history": "F = (1/T) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])",
+    "forgetting": "F_text = (1/T) sum_{i<T} max_{t>i} (a[i,i] - a[t,i])",
     "learning_accuracy": "A_l = (1/T) sum_i a[i,i]",
     "backward_transfer": "BWT = (1/(T-1)) sum_{i<T} (a[T,i] - a[i,i])",
     "weighted_final_accuracy": "A_f^w = sum_i c_i a[T,i] / sum_i c_i, c_i classes in task i",
@@ -86,9 +86,10 @@ def average_accuracy(accuracy: Matrix, weights: Sequence[float] | None = None) -
 def forgetting(accuracy: Matrix, *, paper: bool = True) -> float:
     """F: mean drop in accuracy on a task since it was learnt, over all T tasks. The last task counts as 0.
 
-    `paper=True` is the paper's definition: the largest drop below the accuracy right after learning,
-    max_{t>i} (a[i][i] - a[t][i]). `paper=False` is what the paper's code computes: from the best earlier accuracy to the
-    final one, max_{t<T} a[t][i] - a[T][i]. They agree when accuracy only falls. A task that only improves is negative.
+    `paper=False` is what the paper's code computes and its tables hold: from the best earlier accuracy to the final one,
+    max_{t<T} a[t][i] - a[T][i]. `paper=True` is the formula of the paper's text, F_text: the largest drop below the accuracy
+    right after learning, max_{t>i} (a[i][i] - a[t][i]). They agree when accuracy only falls. A task that only improves is
+    negative.
 
     >>> rows = [[0.5], [0.25, 1.0], [0.375, 0.5, 1.0]]
     >>> forgetting(rows), forgetting(rows, paper=False)
@@ -167,8 +168,8 @@ def summary(
     metrics = {
         "final_accuracy": final_accuracy(accuracy),
         "average_accuracy": average_accuracy(accuracy),
-        "forgetting": forgetting(accuracy),
         "forgetting_history": forgetting(accuracy, paper=False),
+        "forgetting": forgetting(accuracy),
         "learning_accuracy": learning_accuracy(accuracy),
         "backward_transfer": backward_transfer(accuracy),
     }

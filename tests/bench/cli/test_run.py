@@ -29,7 +29,22 @@ def test_one_run_leaves_its_record_its_config_and_a_picture(tmp_path: Path, caps
     record = load_record(folder)
     assert record.status == "finished" and len(record.accuracy) == 2
     lines = said.out.splitlines()
-    assert lines[0].split() == ["method", "+", "norm", "seeds", "A_f", "%", "A_a", "%", "F", "%", "A_l", "%"]
+    assert lines[0].split() == [
+        "method",
+        "+",
+        "norm",
+        "seeds",
+        "A_f",
+        "%",
+        "A_a",
+        "%",
+        "F",
+        "%",
+        "F_text",
+        "%",
+        "A_l",
+        "%",
+    ]
     assert lines[2].split()[:4] == ["ft", "+", "bn", "1"]
     assert lines[2].split()[4] == f"{100 * record.metrics['final_accuracy']:.1f}"
     assert "A_f = (1/T) sum_i a[T,i]" in lines

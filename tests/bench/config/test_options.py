@@ -25,7 +25,7 @@ def test_every_option_is_in_the_config_with_its_default() -> None:
     config = resolved(method__name="eeil", method__kd=2, norm__name="brn", norm__r_max=2)
     assert config.method.dict() == {
         "balanced_epochs": 40,
-        "balanced_lr_factor": 0.01,
+        "balanced_lr_factor": 0.1,
         "kd": 2.0,
         "skip_newest_head": False,
         "temperature": 2.0,

@@ -15,7 +15,7 @@ from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
 from tbbn.registry import AUGMENTATIONS
 
-NAMES = ["none", "flip", "shift", "padded-resized", "resized", "strong", "shift-brightness"]
+NAMES = ["none", "flip", "shift", "padded-resized", "resized", "strong", "resized-brightness", "shift-brightness"]
 functional = torchvision().transforms.functional
 transforms = torchvision().transforms
 
@@ -233,14 +233,15 @@ def test_greyscale_takes_a_fifth_of_the_images() -> None:
     assert abs(colour.Greyscale().draw(5000, generator(), (1, 1)).mean() - 0.2) < 0.02
 
 
-def test_shift_brightness_matches_torchvision() -> None:
+@pytest.mark.parametrize("base", ["shift", "resized"])
+def test_brightness_after_a_crop_matches_torchvision(base: str) -> None:
     images = photographs(12)
-    chosen = augmentation("shift-brightness")
+    chosen = augmentation(f"{base}-brightness")
     parameters = chosen.draw(12, generator(), (32, 32))
-    shifted = augmentation("shift").apply(images, parameters[:, :3])
-    expected = [functional.adjust_brightness(a, b) for a, b in zip(shifted, parameters[:, 3].tolist(), strict=True)]
+    cropped = augmentation(base).apply(images, parameters[:, :-1])
+    expected = [functional.adjust_brightness(a, b) for a, b in zip(cropped, parameters[:, -1].tolist(), strict=True)]
     torch.testing.assert_close(chosen.apply(images, parameters), torch.stack(expected), rtol=0, atol=1e-6)
-    factors = chosen.draw(4000, generator(), (32, 32))[:, 3]
+    factors = chosen.draw(4000, generator(), (32, 32))[:, -1]
     assert 1 - 63 / 255 <= factors.min() < 0.77
     assert 1.23 < factors.max() <= 1 + 63 / 255
 

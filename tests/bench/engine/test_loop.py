@@ -18,6 +18,7 @@ from torch import Tensor
 from tbbn.bench import engine
 from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded
 from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.record import digest
 from tbbn.bench.engine.step import Step
 from tbbn.bench.runs.saved import run_saved
 from tbbn.errors import UserError
@@ -183,3 +184,20 @@ def test_bfloat16_runs_and_keeps_weights_and_statistics_in_float32() -> None:
     run = finish(tiny(precision="bf16", train__epochs=1, data__stop_after=2))
     assert run.record.status == "finished"
     assert {t.dtype for t in run.network.state_dict().values() if t.is_floating_point()} == {torch.float32}
+
+
+def test_the_record_tells_which_epoch_was_kept() -> None:
+    """The weights after a task are those that the network had at the end of the epoch the record names."""
+    for keep, more in (("best", {"data__validation": 0.25}), ("last", {})):
+        after: dict[tuple[int, int], str] = {}
+
+        def watch(run: Run, event: Event, after: dict[tuple[int, int], str] = after) -> None:
+            if isinstance(event, EpochEnded):
+                after[event.position.task, event.position.epoch] = digest(run.network.state_dict())
+
+        run = finish(tiny(train__keep=keep, train__epochs=4, train__lr=0.5, train__momentum=0.9, **more), watch)
+        kept = run.record.kept_epochs()
+        assert set(kept) == {(task, "train") for task in range(3)}
+        assert run.record.weights == [after[task, kept[task, "train"]] for task in range(3)]
+        assert keep == "best" or set(kept.values()) == {3}
+        assert keep == "last" or set(kept.values()) != {3}

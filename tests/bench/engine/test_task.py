@@ -9,8 +9,10 @@ import torch
 from tinyrun import Trained, finish, tiny
 from torch import Tensor
 
+from tbbn.bench.config import resolve
 from tbbn.bench.engine import Event, TaskEnded
 from tbbn.bench.engine.loop import Run
+from tbbn.errors import UserError
 
 
 def test_batches_hold_the_new_task_first_and_then_past_classes(trained: list[Trained]) -> None:
@@ -141,6 +143,60 @@ def test_online_a_phase_on_the_first_phase_s_batches_stores_nothing_twice(traine
         for more in ({"method__balanced_epochs": 0}, {"method__unbalanced_phase": True})
     )
     assert torch.equal(plain.memory.index, again.memory.index) and plain.memory.seen == again.memory.seen == 72
+
+
+def test_eeil_s_unbalanced_phase_draws_from_memory_task_and_memory(trained: list[Trained]) -> None:
+    run = finish(tiny(method__name="eeil", method__unbalanced_phase=True, method__balanced_epochs=2))
+    for task in (1, 2):
+        second = [s for s in trained if s.loss == "balanced_loss" and s.spec.past_tasks == task]
+        stored = torch.cat([s.memory for s in second]).unique().tolist()
+        want = Counter(2 * run.scenario.tasks[task].train.tolist() + 4 * stored)  # in two epochs
+        assert Counter(torch.cat([s.current for s in second]).tolist()) == want
+        assert len(stored) == 12
+
+
+def test_eeil_s_unbalanced_phase_has_the_steps_of_the_paper_s_code() -> None:
+    """CIFAR-100, 10 tasks: 48 of 2000 + 4500 + 2000 rows, the short last batch dropped, 47 % of them memory."""
+    data = {"data.name": "synthetic:20x500x1x8", "data.tasks": 2, "memory.budget": 2000, "method.balanced_epochs": 1}
+    config = resolve(("test", {**data, "protocol": "paper", "quirks": ["unbalanced-phase"]}), method="eeil")
+    run = Run(config)
+    first, second = run.scenario.tasks
+    run.network.grow(10)
+    run.network.grow(10)
+    kept = torch.cat([first.train[run.scenario.train_labels[first.train] == c][:200] for c in range(10)])
+    run.memory.index, run.memory.labels = kept, run.scenario.train_labels[kept]
+    context = run._context(second)
+    assert run.method.phases(context)[1].rows == "oversampled"
+    blocks = context.draw(context.phase_rows("oversampled"), "balanced", 0)
+    assert sum(block.steps for block in blocks) == 177
+    assert {(block.spec.n_current, block.spec.n_memory) for block in blocks} == {(48, 16)}
+    current = torch.cat([block.index[:, :48].flatten() for block in blocks])
+    assert round(torch.isin(current, kept).double().mean().item(), 2) == 0.47
+
+
+def test_joint_training_validates_on_all_tasks_so_far() -> None:
+    settings = {"data__validation": 0.25, "train__keep": "best"}
+    for name, tasks in (("joint", (0, 1)), ("ft", (1,))):
+        run = Run(tiny(method__name=name, **settings))
+        run.network.grow(2)
+        run.network.grow(2)
+        context = run._context(run.scenario.tasks[1])
+        rows = [row for t in tasks for row in run.scenario.tasks[t].validation.tolist()]
+        assert context.validation_rows().tolist() == rows and len(rows) == 6 * len(tasks)
+        logits = context.outputs(torch.tensor(rows)).logits.double().log_softmax(1)
+        want = -sum(logits[i, run.scenario.train_labels[row]].item() for i, row in enumerate(rows)) / len(rows)
+        assert context.validation_loss().item() == pytest.approx(want, rel=1e-5)
+
+
+def test_whole_validation_batches_leave_the_last_class_out() -> None:
+    """The paper's code on CIFAR-100: 50 images of each of ten classes in batches of 64 are 448 of 500."""
+    data = {"data.name": "synthetic:20x500x1x8", "data.tasks": 2, "protocol": "paper"}
+    run = Run(resolve(("test", {**data, "quirks": ["whole-validation-batches"]})))
+    rows = run._context(run.scenario.tasks[1]).validation_rows()
+    counts = Counter(run.scenario.train_labels[rows].tolist())
+    assert len(rows) == 448 and [counts[c] for c in range(10, 20)] == [50] * 8 + [48, 0]
+    with pytest.raises(UserError, match=r"6 validation images, fewer than a batch of 8, are left in task 1"):
+        Run(tiny(data__validation=0.25, train__keep="best", data__validate="whole-batches"))
 
 
 def test_held_out_rows_are_left_to_the_second_phase(trained: list[Trained]) -> None:

@@ -44,9 +44,10 @@ class FakeContext:
         return self.task.classes.stop
 
     @torch.no_grad()
-    def outputs(self, rows: Tensor) -> Output:
+    def outputs(self, rows: Tensor, *, flip: bool = False) -> Output:
         was = self.network.training
-        out = self.network.eval()(self.images[rows])
+        images = self.images[rows]
+        out = self.network.eval()(images.flip(3) if flip else images)
         self.network.train(was)
         return Output(out.logits, out.features, (), out.similarity, out.task_sizes, out.state)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -145,16 +146,11 @@ def test_icarl_falls_back_to_logits_without_means_for_all_classes(world: Any) ->
 # IL2M. ---------------------------------------------------------------------------------------------------------------
 
 
-def softmax(row: list[float]) -> list[float]:
-    exps = [math.exp(v) for v in row]
-    return [e / sum(exps) for e in exps]
-
-
 def il2m_scores(context: Any, rows: torch.Tensor) -> dict[int, list[tuple[float, float]]]:
-    """For each class the (own score, best score) of its rows."""
+    """For each class the (own logit, largest logit) of its rows."""
     found: dict[int, list[tuple[float, float]]] = {}
     for row in rows.tolist():
-        p = softmax(context.outputs(torch.tensor([row])).logits[0].tolist())
+        p = context.outputs(torch.tensor([row])).logits[0].tolist()
         label = int(context.all_labels[row])
         found.setdefault(label, []).append((p[label], max(p)))
     return found
@@ -183,13 +179,27 @@ def test_il2m_rectifies_past_scores_where_the_best_class_is_new(world: Any) -> N
     scores = il2m.predict(out)
     seen = set()
     for row, logits in zip(scores.tolist(), out.logits.tolist(), strict=True):
-        p = softmax(logits)
-        is_new = p.index(max(p)) >= 2
+        is_new = logits.index(max(logits)) >= 2
         seen.add(is_new)
         if is_new:
-            p = [v * learnt[c] / now[c] * now_confidence / confidence[c] if c < 2 else v for c, v in enumerate(p)]
-        assert row == pytest.approx(p, rel=1e-4)
+            rectified = [logits[c] * learnt[c] / now[c] * now_confidence / confidence[c] for c in range(2)]
+            logits = rectified + logits[2:]
+        assert row == pytest.approx(logits, rel=1e-3, abs=1e-5)
     assert seen == {True, False}
+
+
+def test_il2m_s_rectification_by_hand(world: Any) -> None:
+    """Two classes of two tasks. Factor of class 0: 4 / 2 * 3 / 6 = 1; doubled by a halved score now."""
+    il2m = method("il2m")
+
+    def scores(factor: float, logits: list[float]) -> list[float]:
+        state = {"factors": torch.tensor([factor, 1.0])}
+        out = replace(world.output(1, sizes=(1, 1)), logits=torch.tensor([logits]), state=state)
+        return il2m.predict(out)[0].tolist()
+
+    assert scores(2.0, [1.5, 2.0]) == [3.0, 2.0], "the past class wins"
+    assert scores(2.0, [2.5, 2.0]) == [2.5, 2.0], "a past class was predicted: nothing is rectified"
+    assert scores(2.0, [-1.0, 2.0]) == [-2.0, 2.0], "raw outputs may be negative"
 
 
 def test_il2m_leaves_classes_without_exemplars_and_runs_without_memory_alone(world: Any) -> None:
@@ -205,10 +215,10 @@ def test_il2m_leaves_classes_without_exemplars_and_runs_without_memory_alone(wor
     assert bare.network.recall("factors").eq(1).all()
 
 
-def test_il2m_in_the_middle_of_a_task_predicts_plain_probabilities(world: Any) -> None:
+def test_il2m_in_the_middle_of_a_task_predicts_plain_outputs(world: Any) -> None:
     il2m = method("il2m")
     out = world.context(il2m, number=1).network.eval()(world.images[:3])
-    torch.testing.assert_close(il2m.predict(out), out.logits.softmax(1))
+    assert torch.equal(il2m.predict(out), out.logits)
 
 
 # DER++. --------------------------------------------------------------------------------------------------------------
@@ -298,6 +308,94 @@ def test_afc_s_importance_is_the_energy_of_the_gradient_by_channel(world: Any) -
         importance = context.network.recall(f"importance_{i}")
         assert importance.mean().item() == pytest.approx(1.0, rel=1e-4)
         assert importance.tolist() == pytest.approx([v / mean(total) for v in total], rel=1e-3, abs=1e-5)
+
+
+def test_afc_s_importance_pass_can_move_the_running_statistics(world: Any) -> None:
+    """As in the authors' program: the network itself is forwarded, batch after batch, in train mode."""
+    plain, moving = method("afc"), method("afc", {"importance_moves_statistics": True})
+    copied, context = world.context(plain, number=1), world.context(plain, number=1)
+    for each in (copied, context):
+        each.network.requires_grad_(False)  # as after a phase that trained the head alone
+    want = copy.deepcopy(context.network).train()
+    with torch.no_grad():
+        for batch in context.batches("importance"):
+            want(batch.images)
+    before = context.network.state_dict()["backbone.norms.0.running_mean"].clone()
+    moving.after_training(context)
+    plain.after_training(copied)
+    after = context.network.state_dict()
+    assert not torch.equal(after["backbone.norms.0.running_mean"], before) and not context.network.training
+    for key, tensor in want.state_dict().items():
+        assert "importance" in key or torch.equal(after[key], tensor), key
+    for i in range(3):  # train mode does not read the running statistics, so the importances are the same
+        assert torch.equal(context.network.recall(f"importance_{i}"), copied.network.recall(f"importance_{i}"))
+
+
+@pytest.mark.parametrize("name", ["podnet", "afc"])
+def test_proxy_methods_can_predict_by_the_nearest_mean_of_exemplars_and_their_mirror_images(
+    name: str, world: Any
+) -> None:
+    nme = method(name, {"classifier": "nme"})
+    context = world.context(nme, number=1)
+    world.finish(nme, context)
+    out = context.network.eval()(world.images[::5])
+    means = []
+    for c in range(5):
+        images = world.images[context.memory.index[context.memory.labels == c]]
+        features = context.network(torch.cat([images, images.flip(3)])).features
+        units = [[v / math.hypot(*f) for v in f] for f in features.tolist()]
+        middle = [mean(list(column)) for column in zip(*units, strict=True)]
+        means.append([v / math.hypot(*middle) for v in middle])
+    for row, feature in zip(nme.predict(out).tolist(), out.features.tolist(), strict=True):
+        unit = [v / math.hypot(*feature) for v in feature]
+        assert row == pytest.approx([-(math.dist(unit, m) ** 2) for m in means], abs=1e-5)
+    by_proxies = method(name)
+    assert (
+        torch.equal(by_proxies.predict(out), out.logits)
+        and "exemplar_means" not in world.context(by_proxies).network.state
+    )
+
+
+def test_a_fixed_scale_multiplies_lengths_and_is_not_trained(world: Any) -> None:
+    """Features and proxies of length 3: squared distances are nine times as large, within the softmax over proxies too."""
+    fixed = method("podnet", {"scale": 3.0, "n_proxies": 2})
+    context = world.context(fixed, number=1)
+    head = context.network.head
+    assert not any(p is head.eta for p in fixed.parameters(context.network, "newest"))
+    assert any(p is head.eta for p in method("podnet").parameters(context.network, "newest"))
+    out = context.network.eval()(world.images[:2])
+    for row, feature in zip(out.similarity.tolist(), out.features.tolist(), strict=True):
+        f = [3 * v / math.hypot(*feature) for v in feature]
+        want = []
+        for proxies in torch.cat(list(head.weights)).tolist():
+            s = [-(math.dist(f, [3 * v / math.hypot(*w) for v in w]) ** 2) for w in proxies]
+            weights = [math.exp(v) for v in s]
+            want.append(sum(v * w for v, w in zip(s, weights, strict=True)) / sum(weights))
+        assert row == pytest.approx(want, rel=1e-3)
+
+
+# LUCIR. --------------------------------------------------------------------------------------------------------------
+
+
+def test_lucir_can_imprint_the_weights_of_new_classes(world: Any) -> None:
+    plain, imprinting = method("lucir"), method("lucir", {"imprint": True})
+    context = world.context(imprinting, number=1)
+    old, drawn = (w.detach().clone() for w in context.network.head.weights)
+    plain.before_task(context)
+    assert torch.equal(context.network.head.weights[1], drawn)
+    imprinting.before_task(context)
+    assert torch.equal(context.network.head.weights[0], old)
+    length = mean([math.hypot(*w) for w in old.tolist()])
+    for i, c in enumerate(context.task.classes):
+        rows = context.task.train[world.labels[context.task.train] == c]
+        units = [[v / math.hypot(*f) for v in f] for f in context.outputs(rows).features.tolist()]
+        middle = [mean(list(column)) for column in zip(*units, strict=True)]
+        want = [length * v / math.hypot(*middle) for v in middle]
+        assert context.network.head.weights[1][i].tolist() == pytest.approx(want, abs=1e-5)
+    first = world.context(imprinting)
+    before = first.network.head.weights[0].detach().clone()
+    imprinting.before_task(first)
+    assert torch.equal(first.network.head.weights[0], before), "there is nothing to take the length from"
 
 
 def test_afc_without_any_gradient_takes_all_channels_as_equal(world: Any) -> None:

@@ -39,10 +39,10 @@ def test_second_phases_need_a_memory_and_epochs(name: str, world: Any) -> None:
 def test_eeil_s_second_phase(world: Any) -> None:
     eeil = method("eeil", {"balanced_epochs": 7})
     phase = eeil.phases(world.context(eeil, number=1))[1]
-    assert (phase.rows, phase.epochs, phase.lr_factor, phase.schedule) == ("balanced", 7, 0.01, "constant")
+    assert (phase.rows, phase.epochs, phase.lr_factor, phase.schedule) == ("balanced", 7, 0.1, "constant")
     assert phase.trainable == "all" and not phase.eval_mode
     quirky = method("eeil", {"unbalanced_phase": True})
-    assert quirky.phases(world.context(quirky, number=1))[1].rows == "replay"
+    assert quirky.phases(world.context(quirky, number=1))[1].rows == "oversampled"
 
 
 @pytest.mark.parametrize(("name", "head"), [("lucir", CosineHead), ("podnet", ProxyHead), ("afc", ProxyHead)])

@@ -32,6 +32,8 @@ def test_every_default_is_a_value_the_method_takes() -> None:
 def test_mistakes_of_released_programs_are_off_unless_asked_for() -> None:
     flags = {(n, f.name): f.default for n, kind in KINDS.items() for f in fields(kind) if isinstance(f.default, bool)}
     assert flags == {
+        ("afc", "importance_moves_statistics"): False,
+        ("lucir", "imprint"): False,  # not a mistake: its authors do it, the paper's code does not
         ("eeil", "skip_newest_head"): False,
         ("eeil", "unbalanced_phase"): False,
         ("ssil", "kd_last_task_only"): False,
@@ -160,3 +162,8 @@ def test_the_order_of_the_decorators_does_not_matter() -> None:
 def test_the_base_has_no_loss() -> None:
     with pytest.raises(NotImplementedError):
         Method().loss(None, None, None)  # type: ignore[arg-type]
+
+
+def test_an_option_with_choices_refuses_other_values() -> None:
+    with pytest.raises(UserError, match=r"podnet.*classifier must be proxies or nme, got 'nne'"):
+        method("podnet", {"classifier": "nne"})

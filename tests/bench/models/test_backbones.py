@@ -28,6 +28,7 @@ WIDTHS = {
     "resnet34": 512,
     "resnet18-small": 512,
     "resnet18-podnet": 512,
+    "resnet18-lucir": 512,
     "resnet18-reduced": 160,
     "shufflenet-v2": 1024,
     "mobilenet-v2": 1280,
@@ -88,6 +89,8 @@ def test_stages_hold_values_before_the_relu_and_the_last_one_is_pooled(name: str
     rectified = out.stages[-1].clamp(0, 6 if name == "mobilenet-v2" else None)
     torch.testing.assert_close(out.pooled, rectified.flatten(2).mean(2))
 
+    if name == "resnet18-lucir":  # keeps its last ReLU
+        return
     raw = backbone(name, last_relu=False, generator=seed()).eval()
     raw.load_state_dict(net.state_dict())
     out = raw(images(3, 3, 32))
@@ -279,6 +282,27 @@ def test_podnet_resnet18_has_no_relu_at_the_stage_ends() -> None:
     assert out.stages[0].shape[2:] == (16, 16)  # 3x3/1 stem, then the max pool
     assert torch.equal(seen[0], out.stages[0])
     assert (seen[1] >= 0).all()
+
+
+def test_lucir_s_resnet18_removes_the_relu_after_stage_3_and_keeps_the_last() -> None:
+    """As the paper's code: torchvision's network, the last block of layer3 without its final ReLU."""
+    with seeded_init(seed(4)):
+        theirs = torchvision().models.resnet18(weights=None).double()
+    theirs.fc = nn.Identity()
+    randomise_norms(theirs)
+    ours = backbone("resnet18-lucir", last_relu=False, generator=seed()).double().eval()
+    ours.load_state_dict(theirs.state_dict())
+
+    def without_relu(x: Tensor) -> Tensor:
+        block = theirs.layer3[1]
+        return x + block.bn2(block.conv2(block.bn1(block.conv1(x)).relu()))
+
+    x = images(2, 3, 32).double()
+    plain = theirs.eval()(x)
+    theirs.layer3[1].forward = without_relu
+    out = ours(x)
+    torch.testing.assert_close(out.pooled, theirs(x))
+    assert not torch.allclose(out.pooled, plain) and (out.pooled >= 0).all() and (out.stages[2] < 0).any()
 
 
 MOBILE = {"shufflenet-v2": "shufflenet_v2_x1_0", "mobilenet-v2": "mobilenet_v2", "mnasnet-0.5": "mnasnet0_5"}

@@ -87,12 +87,13 @@ _POD: Values = {
     "train.keep": "last",
 }
 PAPER_METHOD: dict[str, Values] = {
+    "eeil": {"method.balanced_lr_factor": 0.01},
     "podnet": _POD,
-    "afc": _POD,
+    "afc": {**_POD, "method.importance_moves_statistics": True},
     "podnet/imagenet100": {
         "backbone": "resnet18-podnet",
         "batch.size": 64,
-        "batch.augment": "resized",
+        "batch.augment": "resized-brightness",
         "train.epochs": 90,
         "train.lr": 0.05,
         "method.pod_spatial": 8.0,
@@ -101,7 +102,7 @@ PAPER_METHOD: dict[str, Values] = {
     },
     "afc/imagenet100": {
         "backbone": "resnet18-podnet",
-        "batch.augment": "resized",
+        "batch.augment": "resized-brightness",
         "train.epochs": 90,
         "train.weight_decay": 1e-4,
         "method.importance_weight": 10.0,
@@ -123,16 +124,18 @@ PROTOCOLS = ("clean", "paper")
 class Quirk:
     """An error of the released code, expressed as settings, so that the record shows it.
 
-    ``norms`` and ``methods`` limit it to these: in a sweep the other norms and methods are unaffected.
+    ``norms``, ``methods`` and ``data`` limit it to these: in a sweep the others are unaffected.
     """
 
     line: str
     values: Values
     norms: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
 
-    def applies(self, norm: str, method: str) -> bool:
-        return norm in (self.norms or (norm,)) and method in (self.methods or (method,))
+    def applies(self, norm: str, method: str, data: str) -> bool:
+        pairs = ((norm, self.norms), (method, self.methods), (data, self.data))
+        return all(name in (names or (name,)) for name, names in pairs)
 
 
 QUIRKS: dict[str, Quirk] = {
@@ -145,6 +148,10 @@ QUIRKS: dict[str, Quirk] = {
         "a short last batch of each task's test set is not evaluated",
         {"data.test": "whole-batches"},
     ),
+    "whole-validation-batches": Quirk(
+        "a short last batch of each task's validation images, sorted by class, is not used (CIFAR-100: 448 of 500)",
+        {"data.validate": "whole-batches"},
+    ),
     "no-affine": Quirk(
         "instance norm and group norm have no affine parameters",
         {"norm.affine": False},
@@ -154,6 +161,22 @@ QUIRKS: dict[str, Quirk] = {
         "group norm has 16 channels per group instead of 16 groups",
         {"norm.channels_per_group": 16},
         norms=("gn",),
+    ),
+    "brn-eps-on-std": Quirk(
+        "batch renormalisation adds 1e-3 to the standard deviation instead of eps to the variance",
+        {"norm.eps_on_std": True, "norm.eps": 1e-3},
+        norms=("brn",),
+    ),
+    "sn-slow-statistics": Quirk(
+        "switchable norm keeps 0.997 of its running statistics at each step, and its instance variance is unbiased",
+        {"norm.momentum": 0.003, "norm.unbiased": True},
+        norms=("sn",),
+    ),
+    "relu-after-layer4": Quirk(
+        "LUCIR on ResNet-18 removes the ReLU after stage 3 and keeps the last one",
+        {"backbone": "resnet18-lucir"},
+        methods=("lucir",),
+        data=("imagenet100", "dissimilar"),
     ),
     "kd-last-task-only": Quirk(
         "SS-IL distils only the head of the last task",
@@ -166,7 +189,7 @@ QUIRKS: dict[str, Quirk] = {
         methods=("eeil",),
     ),
     "unbalanced-phase": Quirk(
-        "EEIL's second phase trains on the batches of the first",
+        "EEIL's second phase draws current rows from the memory, the task and the memory again",
         {"method.unbalanced_phase": True},
         methods=("eeil",),
     ),
@@ -185,7 +208,7 @@ def implied(protocol: str, data: str, norm: str, method: str, quirks: tuple[str,
             PAPER_METHOD.get(f"{method}/{data}", {}),
         ]
     for quirk in quirks:
-        if QUIRKS[quirk].applies(norm, method):
+        if QUIRKS[quirk].applies(norm, method, data):
             tables.append(QUIRKS[quirk].values)
     if online:
         tables += [ONLINE, ONLINE_METHOD.get(method, {})]

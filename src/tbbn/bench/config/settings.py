@@ -88,6 +88,11 @@ class DataConfig:
         "test images to evaluate; whole-batches drops the last short batch of each task",
         choices=("all", "whole-batches"),
     )
+    validate: str = setting(
+        "all",
+        "validation images to use; whole-batches drops the last short batch of each task, sorted by class",
+        choices=("all", "whole-batches"),
+    )
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ class TrainConfig:
     clip_value: float = setting(0.0, "clip each gradient entry to this value; 0 is off", least=0, most=_FLOAT)
     keep: str = setting(
         "last",
-        "epoch whose weights are kept; best is by the validation loss of the current task",
+        "epoch whose weights are kept; best is by the validation loss of the current task (joint: of all tasks so far)",
         choices=("last", "best"),
     )
 

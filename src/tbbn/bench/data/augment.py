@@ -204,6 +204,10 @@ _BUILT_IN: dict[str, tuple[str, Callable[[int | None], Augment]]] = {
         "random resized crop of area 0.2 to 1, flip, colour jitter, greyscale: the BalAug experiment",
         lambda crop: Chain((ResizedCrop(crop, scale=(0.2, 1.0)), ColourJitter(), Greyscale())),
     ),
+    "resized-brightness": (
+        "random resized crop, flip, brightness jitter: PODNet's ImageNet",
+        lambda crop: Chain((ResizedCrop(crop), Brightness())),
+    ),
     "shift-brightness": (
         "shift and brightness jitter: PODNet's CIFAR",
         lambda crop: Chain((Shift(crop), Brightness())),

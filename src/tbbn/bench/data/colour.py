@@ -14,7 +14,7 @@ _CONTRAST, _SATURATION, _HUE = 1, 2, 3  # columns of the factors; brightness is 
 class Brightness:
     """All channels times a factor from [1 - strength, 1 + strength]. One parameter: the factor."""
 
-    strength: float = 63 / 255  # PODNet's CIFAR recipe
+    strength: float = 63 / 255  # PODNet's recipes
     n_parameters = 1
 
     def draw(self, n: int, generator: Generator, size: tuple[int, int]) -> Tensor:

@@ -107,14 +107,21 @@ def evaluation_forward(network: Network, images: Tensor, precision: str) -> Outp
 
 
 def evaluation_pass(
-    network: Network, data: DeviceDataset, rows: Tensor, batch_size: int, precision: str, keep: Callable[[Output], T]
+    network: Network,
+    data: DeviceDataset,
+    rows: Tensor,
+    batch_size: int,
+    precision: str,
+    keep: Callable[[Output], T],
+    flip: bool = False,
 ) -> Iterator[T]:
-    """Forward ``rows`` without augmentation, in eval mode, batch by batch; yields ``keep(output)`` of each."""
+    """Forward ``rows``, or their mirror images, in eval mode, batch by batch; yields ``keep(output)`` of each."""
     was_training = network.training
     network.eval()
     try:
         prefetch = data.prefetch(rows.split(batch_size))
         for part, prefetched in zip(to_device(rows, data.images.device).split(batch_size), prefetch, strict=False):
-            yield keep(evaluation_forward(network, data.evaluation_images(part, prefetched), precision))
+            images = data.evaluation_images(part, prefetched)
+            yield keep(evaluation_forward(network, images.flip(3) if flip else images, precision))
     finally:
         network.train(was_training)

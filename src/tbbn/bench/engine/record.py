@@ -61,6 +61,19 @@ class Record:
         sizes = self.task_sizes[: len(self.accuracy)]
         return metrics.summary(self.accuracy, weights=sizes, task_il=self.task_il)
 
+    def kept_epochs(self) -> dict[tuple[int, str], int]:
+        """For each task and phase of the history, the epoch (from 0) whose weights were kept.
+
+        Where the best epoch is kept, entries have a validation loss, and the first with the lowest one counts. Elsewhere the
+        last epoch counts.
+        """
+        kept: dict[tuple[int, str], dict[str, Any]] = {}
+        for entry in self.history:
+            key = entry["task"], entry["phase"]
+            if key not in kept or "validation" not in entry or entry["validation"] < kept[key]["validation"]:
+                kept[key] = entry
+        return {key: entry["epoch"] for key, entry in kept.items()}
+
     def with_task(self, task: int, entries: Mapping[str, Any], predictions: Tensor, seconds: float) -> Record:
         """A record with one more task; ``entries`` has the next entry of each list that has one per task."""
         longer: dict[str, Any] = {name: [*getattr(self, name), entry] for name, entry in entries.items()}

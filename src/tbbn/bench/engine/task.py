@@ -80,10 +80,12 @@ class EngineTaskContext(TaskContext):
         ratio = ratio_of(self.config)
         if kind == "replay":
             return self._replay_rows(ratio)
-        if kind == "balanced":
+        if kind in ("balanced", "oversampled"):
             current, memory = self._seen_rows()
-            if len(memory):
+            if len(memory) and kind == "balanced":
                 return self._balanced_rows(current, memory)
+            if len(memory):
+                return PhaseRows(kind, torch.cat([memory, current, memory]), memory, ratio, has_layout=True)
         elif kind == "holdout" and len(self.held_out()):
             current = self.held_out()
         elif kind == "exemplars" and self.memory.budget:
@@ -158,7 +160,7 @@ class EngineTaskContext(TaskContext):
                 batch_size=batch.size,
                 ratio=rows.ratio,
                 length=batch.length,
-                last=batch.last if rows.kind == "replay" else "short",
+                last=batch.last if rows.kind in ("replay", "oversampled") else "short",
                 generator=generator,
             )
         return [
@@ -191,8 +193,8 @@ class EngineTaskContext(TaskContext):
     def forward(self, network: Network, batch: Batch) -> Output:
         return replace(self.training_forward, separate=False)(network, batch)
 
-    def outputs(self, rows: Tensor) -> Output:
-        parts = self._evaluate(rows, _without_stages)
+    def outputs(self, rows: Tensor, *, flip: bool = False) -> Output:
+        parts = self._evaluate(rows, _without_stages, flip)
         similarities = [part.similarity for part in parts if part.similarity is not None]
         return Output(
             logits=torch.cat([part.logits for part in parts]),
@@ -204,14 +206,26 @@ class EngineTaskContext(TaskContext):
         )
 
     def validation_loss(self) -> Tensor:
-        """Cross-entropy over all classes so far on the task's validation rows: the paper's code selects epochs by it."""
-        rows = self.task.validation
+        """Cross-entropy over all classes so far on the validation rows: the paper's code selects epochs by it."""
+        rows = self.validation_rows()
         logits = torch.cat(self._evaluate(rows, lambda output: output.logits))
         return F.cross_entropy(logits.float(), self.labels(rows))
 
-    def _evaluate(self, rows: Tensor, keep: Callable[[Output], T]) -> list[T]:
+    def validation_rows(self) -> Tensor:
+        """The task's validation rows; for joint training those of all tasks so far.
+
+        With ``data.validate = "whole-batches"`` the task's rows are sorted by class, and a short last batch is left out.
+        """
+        if self.method.all_data:
+            return torch.cat([task.validation for task in self.scenario.tasks[: self.number + 1]])
+        rows, size = self.task.validation, self.config.batch.size
+        if self.config.data.validate == "all":
+            return rows
+        return rows[self.labels(rows).cpu().argsort(stable=True)][: len(rows) // size * size]
+
+    def _evaluate(self, rows: Tensor, keep: Callable[[Output], T], flip: bool = False) -> list[T]:
         size, precision = self.config.batch.evaluation, self.config.precision
-        return list(evaluation_pass(self.network, self.maker.data, rows, size, precision, keep))
+        return list(evaluation_pass(self.network, self.maker.data, rows, size, precision, keep, flip))
 
     def updated_memory(self, purpose: str = "exemplars") -> ExemplarMemory:
         """The memory after this task; ``self.memory`` does not change."""

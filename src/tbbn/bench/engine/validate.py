@@ -108,9 +108,15 @@ def check_data(config: RunConfig, method: Method, memory: ExemplarMemory, scenar
                 f"method {config.method}: holds out an image of each class, which leaves task {task.number + 1} without "
                 f"training images (it has {len(task.train)} images of {len(task.classes)} classes); lower data.validation."
             )
-        if config.train.keep == "best" and not len(task.validation):
+        least = config.batch.size if config.data.validate == "whole-batches" and not method.all_data else 1
+        if config.train.keep == "best" and len(task.validation) < least:
+            few = (
+                f"{len(task.validation)} validation images, fewer than a batch of {least},"
+                if least > 1
+                else "no validation images"
+            )
             raise UserError(
-                f"train.keep = 'best': no validation images are left in task {task.number + 1}; raise data.validation "
+                f"train.keep = 'best': {few} are left in task {task.number + 1}; raise data.validation "
                 f"above {config.data.validation}, or keep the last epoch."
             )
     check_memory(method, memory, scenario, source)

@@ -3,6 +3,10 @@
 L = NCA + sqrt(C_seen / C_new) * importance_weight * D. D is the mean, over stages, rows and channels, of the channel's
 importance times the distance between student and teacher. After a task, one pass over augmented batches gives channel c the
 importance I_c = sum over batches of mean_n sum_hw (dNCA / dx_nchw)^2, divided by the mean over the channels of its stage.
+
+The pass forwards in train mode, inside ``balance``. In the authors' program it forwards the network itself, so the running
+statistics move before exemplars are chosen and the task is evaluated, and the next teacher has the moved ones. With
+``importance_moves_statistics`` this does the same; otherwise it forwards a copy.
 """
 
 from __future__ import annotations
@@ -31,20 +35,25 @@ class Afc(ProxyMethod):
     importance_weight: float = option(
         4.0, "weight of the distillation (the authors use 4 for CIFAR-100, 10 for ImageNet)", least=0
     )
+    importance_moves_statistics: bool = option(
+        False, "the importance pass moves the running statistics, as in the authors' program"
+    )
 
     def distillation(self, output: Output, previous: Output) -> Losses:
         importance = [previous.state[_name(i)] for i in range(len(output.stages))]
         return {"consolidation": self.importance_weight * channel_distance(output.stages, previous.stages, importance)}
 
     def after_training(self, context: TaskContext) -> None:
-        # Forward as in training, but through a copy: the network's running statistics must not move.
-        probe = copy.deepcopy(context.network).train().requires_grad_(True)
+        network = context.network if self.importance_moves_statistics else copy.deepcopy(context.network)
+        # Gradients of the maps need a graph; the next phase freezes its parameters again.
+        network.train().requires_grad_(True)
         sums: list[Tensor] = []
         for batch in context.batches("importance"):
-            output = context.forward(probe, batch)
+            output = context.forward(network, batch)
             gradients = torch.autograd.grad(nca(output.logits, batch.labels), output.stages)
             energy = [gradient.float().square().sum((2, 3)).mean(0) for gradient in gradients]
             sums = [total + new for total, new in zip(sums, energy, strict=True)] if sums else energy
+        network.eval()
         for i, total in enumerate(sums):
             mean = total.mean()
             # If every gradient is zero, all channels count the same.

@@ -30,6 +30,7 @@ class Phase:
 
     - "replay": batches [current ; memory] of the task and the memory.
     - "balanced": the same, with as many rows of each new class as the memory has of each old one.
+    - "oversampled": the same, with current rows drawn from the task and from the memory, which is in there twice.
     - "exemplars": mixed batches of a memory that already holds exemplars of this task.
     - "holdout": mixed batches of the rows held out by :meth:`Method.holdout`.
 
@@ -78,8 +79,11 @@ class TaskContext(Protocol):
         """The labels of training rows; classes are numbered in order of arrival."""
         ...
 
-    def outputs(self, rows: Tensor) -> Output:
-        """The network's output on training rows: in eval mode, without augmentation or gradients; ``stages`` is empty."""
+    def outputs(self, rows: Tensor, *, flip: bool = False) -> Output:
+        """The network's output on training rows, or on their mirror images: in eval mode, without augmentation or gradients.
+
+        ``stages`` is empty.
+        """
         ...
 
     def batches(self, purpose: str) -> Iterator[Batch]:

@@ -1,8 +1,8 @@
 """End-to-end incremental learning (Castro et al., 2018): distillation head by head, then a balanced phase.
 
 L = CE over all classes + kd * sum_k BCE(softmax(o_k / T), softmax(o_k^old / T)), k over the heads of the past tasks, o_k the
-logits of head k, each BCE a mean over rows and classes. From the second task on, a second phase trains everything at a
-hundredth of the learning rate, on as many rows of each new class as the memory has of each old one.
+logits of head k, each BCE a mean over rows and classes. From the second task on, a second phase trains everything at a tenth
+of the learning rate (the TBBN paper: a hundredth), on as many rows of each new class as the memory has of each old one.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class EndToEnd(Method):
     kd: float = option(1.0, "weight of the distillation", least=0)
     temperature: float = option(2.0, "temperature of the distillation", above=0)
     balanced_epochs: int = option(40, "epochs of the balanced phase; 0 leaves it out", least=0)
-    balanced_lr_factor: float = option(0.01, "learning rate of the balanced phase, relative to the main phase", least=0)
+    balanced_lr_factor: float = option(0.1, "learning rate of the balanced phase, relative to the main phase", least=0)
     skip_newest_head: bool = option(
         False, "bug of released code: do not distil the newest past head in the first phase"
     )
-    unbalanced_phase: bool = option(False, "bug of released code: train the second phase on the batches of the first")
+    unbalanced_phase: bool = option(False, "bug of released code: draw the second phase from task + twice memory")
 
     def phases(self, context: TaskContext) -> tuple[Phase, ...]:
         if not context.number or not len(context.memory) or not self.balanced_epochs:
             return (Phase(),)
         balanced = Phase(
             "balanced",
-            rows="replay" if self.unbalanced_phase else "balanced",
+            rows="oversampled" if self.unbalanced_phase else "balanced",
             loss="balanced_loss",
             epochs=self.balanced_epochs,
             lr_factor=self.balanced_lr_factor,

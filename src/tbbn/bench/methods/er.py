@@ -1,7 +1,7 @@
-"""Experience replay (Chaudhry et al., 2019): the mean loss of the current rows plus the mean loss of the memory rows.
+"""Experience replay with two means, as in the program of the online survey (Mai et al., 2022).
 
-L = mean_current CE + mean_memory CE. Fine-tuning takes one mean over all rows, so a memory row weighs as much as a current
-one. Here all memory rows together weigh as much as all current rows together.
+L = mean_current CE + mean_memory CE: all memory rows together weigh as much as all current rows together. The experience
+replay of Chaudhry et al. (2019) takes one mean over both; that is ``ft`` here.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ R = mean max(0, margin - cos_y + cos_k), over the rows of past classes and the `
 f_n are the features of row n, f_n^old those of the network after the task before. cos_c is the cosine of f and the head's
 weight of class c, y is the label. The logits are eta cos, with one learnable scale eta for all classes. C_old and C_new count
 the classes of the past tasks and of this one.
+
+With ``imprint``, as in the authors' program, the weight of a new class starts as the mean of its features of length 1, scaled to
+the mean length of the old weights; otherwise it starts at random.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
-from tbbn.bench.methods.terms import cosine_distance, cross_entropy
+from tbbn.bench.methods.terms import class_means, cosine_distance, cross_entropy
 from tbbn.bench.models import CosineHead, Head, Output
 from tbbn.options import option
 from tbbn.registry import register_method
@@ -36,6 +40,7 @@ class Lucir(Method):
     ranking: float = option(1.0, "weight of the margin ranking", least=0)
     margin: float = option(0.5, "margin between the cosine of the label and those of new classes", least=0)
     top_k: int = option(2, "new classes that each row of a past class is compared with", least=1)
+    imprint: bool = option(False, "start the weight of a new class at the mean feature of its images")
 
     def make_head(self, n_features: int) -> Head:
         return CosineHead(n_features)  # holds the weights and eta
@@ -43,6 +48,15 @@ class Lucir(Method):
     def phases(self, context: TaskContext) -> tuple[Phase, ...]:
         # One phase. "newest" trains the backbone, eta and the weights of the new classes; those of past classes are frozen.
         return (Phase(trainable="newest"),)
+
+    @torch.no_grad()
+    def before_task(self, context: TaskContext) -> None:
+        if not self.imprint or not context.number:
+            return
+        rows, (*old, new) = context.task.train, context.network.head.weights
+        features = F.normalize(context.outputs(rows).features.float(), dim=1)
+        means, _ = class_means(features, context.labels(rows), context.n_classes)
+        new.copy_(F.normalize(means[context.n_old_classes :], dim=1) * torch.cat(old).norm(dim=1).mean())
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         losses = {"ce": cross_entropy(output.logits, batch.labels)}

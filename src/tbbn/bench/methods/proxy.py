@@ -3,6 +3,9 @@
 The main phase trains the backbone, the scale eta and the new proxies with L = NCA + the method's own distillation. New proxies
 start at the k-means centres of their class's features, scaled to the mean length of the old proxies. From the second task on,
 a second phase trains the proxies of all classes on the class-balanced exemplars.
+
+Images are classified by the proxies, or with ``classifier = "nme"`` by the nearest mean of exemplars and of their mirror images.
+The authors' configurations for "nme" also fix the scale (``scale = 3``), and PODNet's has ``pod_spatial = 5``.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
+from tbbn.bench.methods.nme import nearest_mean_scores, remember_means
 from tbbn.bench.methods.terms import k_means, nca
 from tbbn.bench.models import Head, Network, Output, ProxyHead
 from tbbn.options import option
@@ -30,9 +34,15 @@ class ProxyMethod(Method):
     n_proxies: int = option(10, "proxies per class", least=1)
     finetune_epochs: int = option(20, "epochs of the phase that trains the classifier alone; 0 leaves it out", least=0)
     finetune_lr: float = option(0.05, "learning rate of that phase", above=0)
+    classifier: str = option(
+        "proxies", "predict by proxies, or by nme: the nearest mean of exemplars", choices=("proxies", "nme")
+    )
+    scale: float = option(
+        0.0, "fixed length of features and proxies in the similarity; 0 learns a scale eta instead", least=0
+    )
 
     def make_head(self, n_features: int) -> Head:
-        return ProxyHead(n_features, self.n_proxies)
+        return ProxyHead(n_features, self.n_proxies, scale=self.scale)
 
     def phases(self, context: TaskContext) -> tuple[Phase, ...]:
         main = Phase(trainable="newest")
@@ -53,7 +63,12 @@ class ProxyMethod(Method):
 
     def parameters(self, network: Network, trainable: str) -> list[nn.Parameter]:
         """As in the base class, but "head" means the proxies alone: the second phase does not train the scale eta."""
-        return list(network.head.weights) if trainable == "head" else super().parameters(network, trainable)
+        head = network.head
+        assert isinstance(head, ProxyHead)
+        if trainable == "head":
+            return list(head.weights)
+        chosen = super().parameters(network, trainable)
+        return [p for p in chosen if p is not head.eta] if self.scale else chosen
 
     def before_task(self, context: TaskContext) -> None:
         if not context.number:
@@ -77,6 +92,13 @@ class ProxyMethod(Method):
 
     def finetune_loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         return {"nca": nca(output.logits, batch.labels)}
+
+    def after_task(self, context: TaskContext) -> None:
+        if self.classifier == "nme":
+            remember_means(context, flipped=True)
+
+    def predict(self, output: Output) -> Tensor:
+        return nearest_mean_scores(output) if self.classifier == "nme" else output.logits
 
     def distillation(self, output: Output, previous: Output) -> Losses:
         raise NotImplementedError

@@ -31,8 +31,8 @@ __all__ = [
 
 _DEPTHS_18, _DEPTHS_34 = (2, 2, 2, 2), (3, 4, 6, 3)
 
-# name: (description, build(in_channels, last_relu))
-_BUILT_IN: dict[str, tuple[str, Callable[[int, bool], Backbone]]] = {
+# name: (description, factory that takes in_channels and, where it can remove the last ReLU, last_relu)
+_BUILT_IN: dict[str, tuple[str, Callable[..., Backbone]]] = {
     "small": ("three conv-norm-ReLU blocks, 32-64-64 channels, for 8 to 32 px", SmallNet),
     "resnet20": ("CIFAR ResNet, 3 x 3 blocks, 16-32-64 channels", partial(resnet.cifar_resnet, 20)),
     "resnet32": ("CIFAR ResNet, 3 x 5 blocks, 16-32-64 channels (the paper's)", partial(resnet.cifar_resnet, 32)),
@@ -48,6 +48,10 @@ _BUILT_IN: dict[str, tuple[str, Callable[[int, bool], Backbone]]] = {
     "resnet18-podnet": (
         "PODNet's ImageNet ResNet-18: resnet18-small without ReLU at the stage ends",
         partial(resnet.imagenet_resnet, _DEPTHS_18, small_stem=True, podnet=True),
+    ),
+    "resnet18-lucir": (
+        "ResNet-18 as in the paper's LUCIR: no ReLU after stage 3, but after the last stage",
+        resnet.lucir_resnet18,
     ),
     "resnet18-reduced": ("ResNet-18 of the online survey: 20 to 160 channels, no max pool", resnet.reduced_resnet18),
     "shufflenet-v2": ("ShuffleNet-V2 x1.0 of torchvision", torchvision.shufflenet_v2),

@@ -142,13 +142,15 @@ class ProxyHead(Head):
     """PODNet's local similarity classifier (Douillard et al., 2020): `n_proxies` weight vectors per class.
 
     With s_k = -|f/|f| - w_k/|w_k||^2 = 2 cos(f, w_k) - 2 the similarity of a class is sum_k softmax_k(gamma s)_k s_k;
-    logit = eta * similarity, eta learnable, initially 1. `weights[t]` is (classes, `n_proxies`, D).
+    logit = eta * similarity, eta learnable, initially 1. `weights[t]` is (classes, `n_proxies`, D). With a `scale`, features and
+    proxies have this length instead of 1, so s_k is `scale`^2 times as large, and eta is not meant to be trained.
     """
 
-    def __init__(self, n_features: int, n_proxies: int = 10, gamma: float = 1.0) -> None:
+    def __init__(self, n_features: int, n_proxies: int = 10, gamma: float = 1.0, scale: float = 0.0) -> None:
         super().__init__(n_features)
         self.n_proxies = n_proxies
         self.gamma = gamma
+        self.scale = scale
         self.eta = nn.Parameter(torch.ones(()))
 
     def _grow(self, n: int) -> None:
@@ -168,5 +170,7 @@ class ProxyHead(Head):
         proxies = F.normalize(self.joined_weights(), dim=2).flatten(0, 1)
         near = 2 * F.linear(F.normalize(features, dim=1), proxies) - 2  # (N, classes * proxies)
         near = near.unflatten(1, (-1, self.n_proxies))
+        if self.scale:
+            near = self.scale**2 * near
         similarity = (near * (self.gamma * near).softmax(2)).sum(2)
         return self.eta * similarity, similarity

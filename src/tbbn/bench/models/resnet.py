@@ -63,6 +63,7 @@ class ResNet(Backbone):
         inner_relu: ReLU after the sum of every block but its stage's last.
         stage_relu: ReLU between one stage and the next.
         last_relu: ReLU between the last stage and the pooling; LUCIR and PODNet have none.
+        no_relu_after: the number of a stage, from 1, that is followed by no ReLU; 0 for none.
         pad_shortcut: shortcuts without parameters instead of a 1x1 convolution and a norm.
         zero_gamma: every block starts as the identity (the weight of its last norm is 0).
         kaiming_init: N(0, 2 / fan_out) for the convolutions; otherwise torch's default.
@@ -80,6 +81,7 @@ class ResNet(Backbone):
         inner_relu: bool = True,
         stage_relu: bool = True,
         last_relu: bool = True,
+        no_relu_after: int = 0,
         pad_shortcut: bool = False,
         zero_gamma: bool = False,
         kaiming_init: bool = True,
@@ -91,6 +93,7 @@ class ResNet(Backbone):
         self.inner_relu = inner_relu
         self.stage_relu = stage_relu
         self.last_relu = last_relu
+        self.no_relu_after = no_relu_after
         size, stride = stem
         self.conv1 = _conv(in_channels, widths[0], size=size, stride=stride)
         self.bn1 = nn.BatchNorm2d(widths[0])
@@ -124,7 +127,8 @@ class ResNet(Backbone):
             x = self._stage(i, x)
             stages.append(x)
             # Not in place: the map just stored must keep its negative values.
-            if self.last_relu if i == self.n_stages - 1 else self.stage_relu:
+            has_relu = self.last_relu if i == self.n_stages - 1 else self.stage_relu
+            if has_relu and i + 1 != self.no_relu_after:
                 x = F.relu(x)
         return Features(global_average(x), tuple(stages))
 
@@ -171,6 +175,16 @@ def imagenet_resnet(
         stage_relu=not podnet,
         last_relu=last_relu,
         zero_gamma=podnet,
+    )
+
+
+def lucir_resnet18(in_channels: int) -> ResNet:
+    """ResNet-18 as LUCIR has it in the paper's code, which removes the ReLU after stage 3 and keeps the last one.
+
+    In a CIFAR ResNet stage 3 is the last; here it is the last but one, so features are never negative.
+    """
+    return ResNet(
+        (2, 2, 2, 2), (64, 128, 256, 512), in_channels=in_channels, stem=(7, 2), max_pool=True, no_relu_after=3
     )
 
 
