@@ -35,6 +35,13 @@ nightly: native
 mutants: native
 	nice $(BIN)/python tools/mutants.py
 
+# The packages of tbbn.integrations, in an environment of their own: they bring many others.
+test-integrations:
+	test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.6,<2.14"
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -e ".[bench,timm,avalanche,lightning,huggingface]" pytest hypothesis
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -m "not slow and not gpu" tests/integrations
+
 # Needs the advisories of pypi.org; strict: a package that could not be looked up is a failure, not a pass.
 audit: $(READY)
 	test -x $(VENV)/audit/bin/pip-audit || ($(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/python -m pip install --quiet pip-audit)
@@ -53,4 +60,4 @@ $(READY): pyproject.toml hatch_build.py
 
 clean:
 	rm -f src/tbbn/accelerators/native/*.so src/tbbn/accelerators/native/not_built.txt
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-integrations .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
