@@ -41,3 +41,13 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def one_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message.
+
+    >>> one_line(KeyError("a"))
+    "KeyError: 'a'"
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from tbbn.errors import UserError
+from tbbn.errors import UserError, one_line
 from tbbn.registry import BUILT_IN, REGISTRIES, Entry, Origin
 
 GROUP = "tbbn.plugins"
@@ -92,8 +93,7 @@ def _importing(plugin: str, origin: Origin) -> Iterator[None]:
             raise UserError(
                 f"plugin {plugin}: no such module; install it, or give a file such as ./{plugin}.py."
             ) from None
-        first = (str(error).strip().splitlines() or [""])[0]
-        what = first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
+        what = str(error) if isinstance(error, UserError) else one_line(error)
         raise UserError(f"plugin {plugin} cannot be loaded: {what}") from error
     finally:
         _loading.pop()
@@ -160,3 +160,34 @@ def origin_of(namespace: Mapping[str, Any]) -> Origin:
         file = str(namespace.get("__file__", ""))
         return _file_origin(file) if Path(file).is_file() else SESSION
     return _module_origin(module)
+
+
+def failure(error: BaseException) -> str:
+    """What failed, for a run's record: in a plugin's code, also its name, the plugin, and the line."""
+    what = f"{type(error).__name__}: {error}"
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    for trace in reversed(frames):
+        if owner := _owner(trace.tb_frame):
+            code = trace.tb_frame.f_code
+            return f"{owner}, {Path(code.co_filename).name} line {trace.tb_lineno}: {what}"
+    return what
+
+
+def _owner(frame: FrameType) -> str:
+    """The plugin's object whose function or method this frame runs; empty for any other code."""
+    for registry in REGISTRIES:
+        for name, entry in registry._entries.items():
+            for value in entry.value if isinstance(entry.value, tuple) else (entry.value,):
+                runs = getattr(value, "__code__", None) is frame.f_code
+                if isinstance(value, type):
+                    runs = (
+                        isinstance(frame.f_locals.get("self"), value)
+                        and frame.f_globals["__name__"] == value.__module__
+                    )
+                if runs and entry.origin != BUILT_IN:
+                    return f"{registry.kind} {name!r} of {entry.origin}"
+    return ""

@@ -20,11 +20,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
-from tbbn.errors import UserError, unknown_name
+from tbbn.errors import UserError, one_line, unknown_name
 from tbbn.options import Option, options_of
 
 T = TypeVar("T")
@@ -140,7 +141,21 @@ class Registry(Generic[T]):
                 raise UserError(
                     f"{self.kind} {name!r} may take {', '.join(offered)}; its {parameter.name!r} needs a default."
                 )
-        return value(**{key: given for key, given in offered.items() if key in wanted})
+        with self.blame(name):
+            return value(**{key: given for key, given in offered.items() if key in wanted})
+
+    @contextmanager
+    def blame(self, name: str) -> Iterator[None]:
+        """An error in a plugin's code becomes one line that names what failed; the error itself is its cause."""
+        try:
+            yield
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            origin = self.entry(name).origin
+            if origin == BUILT_IN:
+                raise
+            raise UserError(f"{self.kind} {name!r} of {origin} failed: {one_line(error)}.") from error
 
     def options(self, name: str) -> dict[str, Option]:
         """The options of a name, with default and help."""

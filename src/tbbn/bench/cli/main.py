@@ -21,7 +21,7 @@ from tbbn.bench.cli.common import (
 from tbbn.bench.cli.settings import check_commas, split_plugins, split_settings
 from tbbn.bench.cli.streams import droppable_stderr, fill_closed_descriptors, to_nowhere
 from tbbn.errors import UserError, printable, unknown_name
-from tbbn.plugins import load_plugin
+from tbbn.plugins import failure, load_plugin
 
 MODULES = (train, reproduce, inspect, verify, data, speed)  # in the order of the help
 
@@ -71,6 +71,8 @@ def _exit_code(words: list[str]) -> int:
     try:
         return _run(words)
     except UserError as error:
+        if error.__cause__ is not None and os.environ.get("TBBN_TRACEBACK"):
+            raise
         print(printable(f"tbbn: {error}"), file=sys.stderr)
         return EXIT_MISTAKE
     except KeyboardInterrupt:
@@ -89,8 +91,9 @@ def _exit_code(words: list[str]) -> int:
             return EXIT_MISTAKE
         if os.environ.get("TBBN_TRACEBACK"):
             raise
-        what = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['-'])[0]}"
-        print(printable(f"tbbn: unexpected {what}; set TBBN_TRACEBACK=1 to see the traceback."), file=sys.stderr)
+        what = (failure(error).splitlines() or ["-"])[0]
+        unexpected = "" if what.partition(":")[0] != type(error).__name__ else "unexpected "
+        print(printable(f"tbbn: {unexpected}{what}; set TBBN_TRACEBACK=1 to see the traceback."), file=sys.stderr)
         return EXIT_FAILED
 
 

@@ -18,6 +18,7 @@ from tbbn.bench.engine.loop import Run, Stop
 from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.engine.setup import device_of
 from tbbn.errors import UserError
+from tbbn.plugins import failure
 
 OnEvent = Callable[[int, Event], None]
 Drive = Callable[[int, Run], Iterator[Event]]
@@ -128,7 +129,7 @@ class Lane:
             self.record = self.run.record
         except Exception as error:  # a failing run must not end the others
             self.record = self.run.record if self.run is not None else new_record(self.config)
-            self.record.status, self.record.message = "failed", f"{type(error).__name__}: {error}"
+            self.record.status, self.record.message = "failed", failure(error)
         self.run = self.events = None
         return None
 

@@ -20,6 +20,7 @@ from tbbn.bench.data.types import Batch
 from tbbn.bench.engine.forward import TrainingForward, WorkingCopies, autocast
 from tbbn.bench.methods import Losses
 from tbbn.bench.models import Network, Output
+from tbbn.errors import UserError
 from tbbn.nn import penalty
 
 LossFunction = Callable[[Batch, Output, Output | None], Losses]
@@ -102,6 +103,8 @@ class Step:
                 with torch.no_grad():
                     previous = self.teacher(batch.images)
             terms = self.loss(batch, self._output(batch), previous)
+            if not isinstance(terms, dict) or not all(isinstance(t, Tensor) and t.dim() == 0 for t in terms.values()):
+                raise UserError(f"a loss must be a dict of scalar tensors, such as {{'ce': ...}}, got {terms!r:.60}.")
             extra = penalty(self.network) if self.has_penalty else None
         return terms if extra is None else {**terms, "norm": extra}
 

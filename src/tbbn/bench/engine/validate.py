@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tbbn.bench.config import Choice, RunConfig, check_settings, complete
+from tbbn.bench.data.augment import augmentation
 from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.sampling import batch_layout
 from tbbn.bench.data.scenario import Scenario
@@ -81,10 +82,19 @@ def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *register
 
     ``registered`` is what the two names stand for: a name may be registered again, and the cache must notice.
     """
+    images = torch.zeros(2, *shape)
+    with BACKBONES.blame(name):
+        body = backbone(name, in_channels=shape[0], image_size=shape[1:]).train()
+        if BACKBONES.entry(name).origin != BUILT_IN:
+            made = tuple(body(images).pooled.shape)  # with plain batch norm: what fails here is not the norm's
+            if made != (2, body.n_features):
+                raise UserError(
+                    f"backbone {name!r} must return features (2, {body.n_features}) for two images, got {made}."
+                )
+    has_stages = body.has_stages
     try:
-        body = backbone(name, in_channels=shape[0], image_size=shape[1:])
-        has_stages = body.has_stages
-        convert(body, norm.name, **norm.dict()).train()(torch.zeros(2, *shape))
+        with NORMS.blame(norm.name):
+            convert(body, norm.name, **norm.dict()).train()(images)
     except TypeError as error:
         raise UserError(f"norm {norm}: an option has a value of the wrong type: {error}.") from None
     except (ArithmeticError, AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
@@ -100,6 +110,8 @@ def check_data(config: RunConfig, method: Method, memory: ExemplarMemory, scenar
     """Raise if the data does not have what the config needs: test images, validation images, exemplars."""
     if BACKBONES.entry(config.backbone).origin != BUILT_IN:
         _check_network(config, method, image_shape(config, source))
+    if AUGMENTATIONS.entry(config.batch.augment).origin != BUILT_IN:
+        _try_augmentation(config, source)
     holds_out = method.holdout() and method.uses_memory and memory.budget
     for task in scenario.tasks:
         evaluated_rows(config, task)
@@ -120,6 +132,33 @@ def check_data(config: RunConfig, method: Method, memory: ExemplarMemory, scenar
                 f"above {config.data.validation}, or keep the last epoch."
             )
     check_memory(method, memory, scenario, source)
+
+
+def _try_augmentation(config: RunConfig, source: Source) -> None:
+    """Augment a few images. What a step would take without a word, such as images in [0, 255], is an error here."""
+    name, n = config.batch.augment, 3
+    shape = tuple(source.train.images.shape[1:])
+    images = torch.linspace(0, 255, n * math.prod(shape)).view(n, *shape).to(torch.uint8)
+    with AUGMENTATIONS.blame(name):
+        made = augmentation(name, crop=config.data.crop or None)
+        drawn = [made.draw(n, torch.Generator().manual_seed(0), (shape[1], shape[2])) for _ in range(2)]
+        _check_tensor(f"augmentation {name!r}: draw", drawn[0], (n, made.n_parameters))
+        if not torch.equal(*drawn):
+            raise UserError(f"augmentation {name!r}: draw must use its generator alone; two with the same seed differ.")
+        views = made.apply(images, drawn[0])
+        _check_tensor(f"augmentation {name!r}: apply", views, (n, *image_shape(config, source)))
+    low, high = (float(limit) for limit in views.aminmax())
+    if not (low >= -1e-3 and high <= 1 + 1e-3):  # rounding may exceed the range a little; NaN is outside
+        raise UserError(f"augmentation {name!r}: apply must return images in [0, 1], got {low:g} to {high:g}.")
+
+
+def _check_tensor(what: str, made: object, shape: tuple[int, ...]) -> None:
+    wanted = f"a float32 tensor {shape}"
+    if not isinstance(made, torch.Tensor):
+        raise UserError(f"{what} must return {wanted}, got {type(made).__name__}.")
+    if made.dtype != torch.float32 or made.shape != shape or made.device.type != "cpu":
+        dtype = str(made.dtype).removeprefix("torch.")
+        raise UserError(f"{what} must return {wanted} on the CPU, got {dtype} {tuple(made.shape)} on {made.device}.")
 
 
 def check_memory(method: Method, memory: ExemplarMemory, scenario: Scenario, source: Source) -> None:

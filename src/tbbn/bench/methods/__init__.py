@@ -35,7 +35,8 @@ def method(name: str, options: Mapping[str, Any] | None = None) -> Method:
         raise UserError(f"method {name!r} must be a class derived from tbbn.bench.methods.Method, got {kind!r:.60}.")
     if inspect.get_annotations(kind) and "__dataclass_fields__" not in vars(kind):
         raise UserError(f"method {name!r} has options, so its class needs @dataclass(frozen=True).")
-    return kind(**checked_options(f"method {name!r}", METHODS.options(name), options or {}))
+    with METHODS.blame(name):
+        return kind(**checked_options(f"method {name!r}", METHODS.options(name), options or {}))
 
 
 __all__ = ["Losses", "Method", "Phase", "TaskContext", "method"]

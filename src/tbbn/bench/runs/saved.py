@@ -17,6 +17,7 @@ from tbbn.bench.runs import schema, state
 from tbbn.bench.runs.overwrite import replacing, settle
 from tbbn.bench.runs.record import save_record, update_record
 from tbbn.errors import UserError
+from tbbn.plugins import failure
 
 SAVE_EVERY = 60.0  # seconds between two checkpoints inside a task
 
@@ -91,7 +92,7 @@ def saved(
             yield from _with_checkpoints(files, every, stop)
         except BaseException as error:
             if isinstance(error, Exception):
-                run.record.status, run.record.message = "failed", f"{type(error).__name__}: {error}"
+                run.record.status, run.record.message = "failed", failure(error)
             # A user error found during training leaves as little behind as one found before it, and a run that was to be
             # overwritten stays. A method that fails may leave lists in the record that do not fit.
             leaves_nothing = files.overwrites or (isinstance(error, UserError) and is_blank(directory))

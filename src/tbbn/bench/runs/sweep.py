@@ -15,6 +15,7 @@ from tbbn.bench.runs.recipe import RECIPE
 from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.saved import run_lanes_saved, run_saved, save_failure
 from tbbn.errors import UserError
+from tbbn.plugins import failure
 
 
 def run_all(
@@ -88,7 +89,7 @@ def _run_one(
     except Exception as error:
         if alone:
             raise
-        message = f"{type(error).__name__}: {error}"
+        message = failure(error)
         with suppress(UserError):
             record = load_record(pending.directory)
             if (record.status, record.message) == ("failed", message):
