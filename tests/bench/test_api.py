@@ -217,8 +217,11 @@ def test_frames_need_pandas_and_nothing_else_does(monkeypatch: pytest.MonkeyPatc
 
 def test_frames_of_pandas() -> None:
     pytest.importorskip("pandas")
-    frame = tbbn.run(**TINY).to_frame()
-    assert len(frame) == 1 and "final_accuracy" in frame.columns
+    results = tbbn.run(**TINY, seeds=2)
+    frame = results.to_frame()
+    assert list(frame["seed"]) == [0, 1] and set(frame["norm"]) == {"bn"} and frame["final_accuracy"].dtype == float
+    one = results[0].to_frame().pivot(index="after_task", columns="task", values="accuracy")
+    assert one.loc[2].tolist() == results[0].accuracy[1]
 
 
 def test_plots_are_figures(tmp_path: Path) -> None:
