@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST_NAME = 200
+
 
 class UserError(ValueError):
     """A mistake in a call, a config, a file or on the command line; the CLI prints it as one line and exits with 2."""
@@ -26,6 +28,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("tbn", ["bn", "tbbn"])
     " Did you mean 'tbbn'?"
     """
+    if len(name) > _LONGEST_NAME:  # nobody misspelt that, and comparing it takes long
+        return ""
     near = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 

@@ -317,3 +317,18 @@ def test_vectors_of_another_length_are_an_error_not_a_read_beyond_them(which):
             vectors["bias"],
             plan,
         )
+
+
+@compiled
+@pytest.mark.parametrize("size", [1e18, 1e30])
+def test_values_whose_variance_float32_cannot_hold_are_not_numbers_in_either_form(size):
+    """Up to 1e18 both forms agree. Beyond the range of float32, a run must be seen to diverge with either."""
+    x = size * torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    results = []
+    for backend in (native, eager):
+        layer = tbbn.TaskBalancedBatchNorm2d(3)
+        with only(backend), tbbn.balance(layer, current=6, memory=2, past_tasks=2):
+            results.append((layer(x), layer.running_var))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.isnan().all() == theirs.isnan().all() == (size > 1e18)
+        torch.testing.assert_close(ours, theirs, equal_nan=True)

@@ -35,6 +35,16 @@ def test_uneven_splits_are_the_wanted_number_rounded():
     assert splits(10, 1, 50, "uneven") == 10  # never more splits than current rows
 
 
+def test_large_counts_take_no_time_and_larger_ones_are_refused():
+    assert splits(2**30, 2**30, 3) == 2
+    assert splits(2**30, 2**29, 3, "current") == 4
+    for numbers in ((10**12, 16, 3), (48, 10**12, 3), (48, 16, 10**12)):
+        with pytest.raises(UserError, match=r"splits: \w+ must be below 2147483648, got 1000000000000\."):
+            splits(*numbers)
+        with pytest.raises(UserError, match=r"balance: \w+ must be below 2147483648, got 1000000000000\."):
+            make_layout(numbers[0], numbers[1], None, numbers[2], None)
+
+
 def test_share_of_the_current_task_under_the_paper_rule():
     shares = [48 / r / (48 / r + 16) for r in (splits(48, 16, past) for past in range(1, 10))]
     assert [round(s, 2) for s in shares] == [0.6, 0.43, 0.27, 0.27, 0.27, 0.16, 0.16, 0.16, 0.16]

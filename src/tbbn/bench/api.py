@@ -29,7 +29,7 @@ from tbbn.bench.report.plots import accuracy_curves, accuracy_figure
 from tbbn.bench.report.tables import summary_table
 from tbbn.bench.runs.interrupt import stop_on_signal
 from tbbn.bench.runs.pending import PendingRun, check_folders, expand
-from tbbn.bench.runs.recipe import Axes, recipe_text
+from tbbn.bench.runs.recipe import Axes, check_number, recipe_text
 from tbbn.bench.runs.record import RECORD, load_predictions, load_record
 from tbbn.bench.runs.sweep import run_all
 from tbbn.bench.runs.trained import TrainedNetwork, load_trained, trained
@@ -316,6 +316,7 @@ def _seeds(seeds: Any, given: Mapping[str, Any]) -> tuple[int, ...]:
     if "seed" in given:
         raise UserError("tbbn.run: use either seed or seeds: seed=5 is the seed 5, seeds=5 the seeds 0 to 4.")
     if _whole(seeds, 1):
+        check_number(int(seeds))
         return tuple(range(int(seeds)))
     if isinstance(seeds, Iterable) and not isinstance(seeds, str | Mapping):
         several = list(seeds)

@@ -21,6 +21,7 @@ from torch import Tensor
 from tbbn.errors import UserError, unknown_name
 
 RULES = ("paper", "current", "uneven")
+_MOST = 2**31  # rows of a batch, or tasks: no device holds more, and searching divisors takes time
 
 
 def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> int:
@@ -45,8 +46,9 @@ def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> i
     for name, value in (("current", current), ("memory", memory), ("past_tasks", past_tasks)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"splits: {name} must be a whole number, got {value!r}.")
-        if value < 0:
-            raise UserError(f"splits: {name} must not be negative, got {value}.")
+        if not 0 <= value < _MOST:
+            allowed = "not be negative" if value < 0 else f"be below {_MOST}"
+            raise UserError(f"splits: {name} must {allowed}, got {value}.")
     if rule not in RULES:
         raise unknown_name("split rule", str(rule), RULES)
     if not (current and memory and past_tasks):
@@ -56,7 +58,8 @@ def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> i
     if rule == "uneven":
         return uneven
     whole = math.gcd(current, memory) if rule == "paper" else current
-    best = max([1] + [d for d in range(2, whole + 1) if whole % d == 0 and d * memory <= wanted])
+    small = [d for d in range(1, math.isqrt(whole) + 1) if whole % d == 0]
+    best = max([1] + [d for pair in small for d in (pair, whole // pair) if d * memory <= wanted])
     return uneven if best == 1 and wanted >= 2 * memory else best
 
 
@@ -124,8 +127,9 @@ def make_layout(
     for name, value in (("current", current), ("memory", memory), ("past_tasks", past_tasks)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"balance: {name} must be a whole number, got {value!r}.")
-        if value < 0:
-            raise UserError(f"balance: {name} must not be negative, got {value}.")
+        if not 0 <= value < _MOST:
+            allowed = "not be negative" if value < 0 else f"be below {_MOST}"
+            raise UserError(f"balance: {name} must {allowed}, got {value}.")
     if task_ids is not None:
         if not isinstance(task_ids, Tensor) or task_ids.dtype not in (torch.int64, torch.int32) or task_ids.dim() != 1:
             raise TypeError("balance: task_ids must be a 1-d integer tensor with one 0-based task number per row.")

@@ -49,7 +49,9 @@ def test_an_interrupt_in_a_step_is_one_line_and_the_run_resumes(
     assert load_record(tmp_path / "x").status == "finished"
 
 
-@pytest.mark.parametrize(("lanes", "number"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("1", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("lanes", "number"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("1", signal.SIGTERM), ("2", signal.SIGHUP)]
+)
 def test_after_the_first_signal_runs_save_themselves_and_resume(
     lanes: str,
     number: signal.Signals,
@@ -209,3 +211,18 @@ def test_after_the_time_limit_runs_save_themselves_and_the_same_command_goes_on(
 def test_a_time_limit_that_is_no_duration_is_refused(text: str, tmp_path: Path, capsys: Capture) -> None:
     said = mistake(capsys, "run", *TINY, "--out", str(tmp_path), f"--time-limit={text}")
     assert "--time-limit takes a duration such as 45s, 9m or 1h30m" in said
+
+
+def test_a_closing_terminal_may_send_several_signals_and_nohup_ignores_them() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with stop_on_signal() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -349,6 +350,17 @@ def test_a_damaged_shard_is_found_and_named(tmp_path: Path, capsys: pytest.Captu
     (out / "train-00000.u8").write_bytes(content)
     assert main(["data", "check", str(out)]) == 1
     assert "train-00000.u8: damaged: its content does not match its checksum; delete it" in capsys.readouterr().out
+    # No image of a damaged shard is trained on, whether the set is held in memory or streamed.
+    for stream in ("no", "yes"):
+        words = ["--data", f"packed:{out}", "--data.tasks", "1", "--memory.budget", "9", "--data.stream", stream]
+        assert main(["run", *words, "--device", "cpu", "--out", str(tmp_path / "runs"), "--quiet"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"tbbn: {out}/train-00000.u8: damaged: its content does not match its checksum; delete")
+        assert said.count("\n") == 1 and not (tmp_path / "runs").exists()
+    (out / "train-00000.u8").unlink()
+    assert main(["data", "pack", str(source), str(out), "--workers", "1", "--quiet"]) == 0  # the way out
+    assert main(["data", "check", str(out)]) == 0
+    capsys.readouterr()
     (out / "train-00000.u8").write_bytes(content[:-1])
     assert main(["data", "check", str(out), "--json"]) == 1
     problem = json.loads(capsys.readouterr().out)["problems"][0]
@@ -466,6 +478,31 @@ def test_an_error_of_a_reading_thread_reaches_the_one_who_asks(tmp_path: Path) -
     streamed = StreamedImages(open_packed(tmp_path / "out").images[0], torch.device("cpu"))
     with pytest.raises(IndexError):
         next(streamed.prefetch([torch.tensor([999])]))
+
+
+def test_a_shard_is_compared_once_in_a_process_unless_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
+    compared: list[tuple[int, ...]] = []
+
+    class Counted:
+        @staticmethod
+        def sha256(content: Any) -> Any:
+            compared.append(getattr(content, "shape", ()))
+            return hashlib.sha256(content)
+
+    monkeypatch.setattr(packed, "hashlib", Counted)
+    shard = 12, 3 * 8 * 8
+    images = open_packed(tmp_path / "out").images[0]
+    assert compared.count(shard) == 0  # opening reads no shard
+    images.read(torch.tensor([0]), torch.empty(1, 3, 8, 8, dtype=torch.uint8))
+    images.to("cpu")
+    open_packed(tmp_path / "out").images[0].to("cpu")
+    assert compared.count(shard) == 1
+    os.utime(tmp_path / "out/train-00000.u8", (1, 1))
+    open_packed(tmp_path / "out").images[0].to("cpu")
+    assert compared.count(shard) == 2
 
 
 def test_labels_are_kept_as_runs() -> None:

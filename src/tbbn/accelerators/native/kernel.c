@@ -9,6 +9,7 @@
 #include "passes.h"
 #include "team.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <threads.h>
@@ -138,7 +139,9 @@ static void plan_forward(const Call *call, int64_t k)
         const double share = plan->running[j], count = plan->sizes[j] * n, unbiased = share * count / (count - 1);
         product(&plan->gather, j, sums, 2 * STRIP, base, moments, 2);
         for (int i = 0; i < STRIP; i++) {
-            const double m = moments[i] * one, square = moments[STRIP + i] * one - m * m, var = square < 0 ? 0 : square;
+            const double m = moments[i] * one, square = moments[STRIP + i] * one - m * m;
+            /* A variance that float32 cannot hold is not a number in the PyTorch form either: a diverged run must be seen. */
+            const double var = square < 0 ? 0 : square > FLT_MAX ? NAN : square;
             mean[i] = m + off[i];
             inv[i] = 1 / sqrt(var + call->eps);
             scales[i] = gain[i] * inv[i];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]
     """The folders of all runs below those given, each once: those with a record, and those of ``others``."""
     folders: list[Path] = []
     for text in given:
+        if Path(text).is_dir():
+            os.listdir(text)  # raises if it may not be read; a search would find nothing there
         there = [file.parent for file in Path(text).rglob("record.json")]
         inside = sorted({*there, *(folder for folder in others if Path(text) in (folder, *folder.parents))})
         if not inside and any(Path(text).rglob(CHECKPOINTS)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ from tbbn.bench.cli.streams import droppable_stderr, fill_closed_descriptors, to
 from tbbn.errors import UserError, printable, unknown_name
 from tbbn.plugins import failure, load_plugin
 
+_LONGEST = 4000  # characters of an error
 MODULES = (train, reproduce, inspect, verify, data, speed)  # in the order of the help
 
 
@@ -63,6 +65,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
     fill_closed_descriptors()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding does not have is spelt out, as on standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     with droppable_stderr():
         return _exit_code(list(sys.argv[1:] if arguments is None else arguments))
 
@@ -73,7 +77,7 @@ def _exit_code(words: list[str]) -> int:
     except UserError as error:
         if error.__cause__ is not None and os.environ.get("TBBN_TRACEBACK"):
             raise
-        print(printable(f"tbbn: {error}"), file=sys.stderr)
+        _print_error(str(error))
         return EXIT_MISTAKE
     except KeyboardInterrupt:
         print("tbbn: interrupted; run the same command again to resume.", file=sys.stderr)
@@ -87,14 +91,20 @@ def _exit_code(words: list[str]) -> int:
         return EXIT_FAILED if split_plugins(words)[1][0] in train.COMMANDS else 0
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:
-            print(printable(f"tbbn: {error.filename}: {error.strerror}."), file=sys.stderr)
+            _print_error(f"{error.filename}: {error.strerror}.")
             return EXIT_MISTAKE
         if os.environ.get("TBBN_TRACEBACK"):
             raise
         what = (failure(error).splitlines() or ["-"])[0]
         unexpected = "" if what.partition(":")[0] != type(error).__name__ else "unexpected "
-        print(printable(f"tbbn: {unexpected}{what}; set TBBN_TRACEBACK=1 to see the traceback."), file=sys.stderr)
+        _print_error(f"{unexpected}{what}; set TBBN_TRACEBACK=1 to see the traceback.")
         return EXIT_FAILED
+
+
+def _print_error(text: str) -> None:
+    """One line. Of what a user typed by the megabyte, it keeps the ends: the beginning names the place, the end the way out."""
+    line = printable(f"tbbn: {text}")
+    print(line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}", file=sys.stderr)
 
 
 def _run(words: list[str]) -> int:

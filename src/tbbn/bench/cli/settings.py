@@ -78,9 +78,8 @@ def split_settings(words: list[str], options: Collection[str]) -> tuple[dict[str
             others.append(word)
             continue
         if key not in cfg.SETTINGS and not key.startswith(("norm.", "method.")):
-            near = difflib.get_close_matches(
-                option, [*(f"--{name}" for name in cfg.SETTINGS), *options], n=1, cutoff=0.6
-            )
+            known = [*(f"--{name}" for name in cfg.SETTINGS), *options]
+            near = difflib.get_close_matches(option, known, n=1, cutoff=0.6) if len(option) < 200 else []
             raise UserError(f"unknown setting {option}." + (f" Did you mean {near[0]}?" if near else " See --help."))
         if not separator:
             if rest and not rest[0].startswith("--"):

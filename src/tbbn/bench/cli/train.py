@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ def _add_run_options(run: argparse.ArgumentParser, lanes: str) -> None:
         "--dry-run", action="store_true", help="print the config and the steps of each task; train nothing"
     )
     run.add_argument("--overwrite", action="store_true", help="replace runs that are finished or have another config")
+    run.add_argument("--yes", action="store_true", help="train a thousand runs or more without asking")
     run.add_argument("--json", action="store_true", help="print results as JSON")
     add_progress_options(run, lanes)
     run.epilog = f"{settings_help()}\n\n{run.epilog}"
@@ -88,6 +90,8 @@ def _requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, s
     from tbbn.bench.runs.recipe import Axes, parse_seeds, read_recipe, recipe_text, split_names
     from tbbn.paper import find_recipe
 
+    if args.name == "":
+        raise UserError("--name needs a name; without it, one is made from the settings.")
     given = dict(args.settings)
     if args.data:
         given["data.name"] = args.data
@@ -116,11 +120,30 @@ def _requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, s
         parts = [given.get("data.name", "digits"), method or "ft", norm or "bn"]
         name = re.sub(r"[^\w.=+-]+", "_", "-".join(parts).replace(",", "+")).strip("_")
     folder = Path(args.out) / name
+    if not args.dry_run and not args.yes:
+        _ask_if_many(axes.n_runs)
     try:
         return expand(layers, axes, folder), folder, recipe_text(layers, axes)
     except UserError:
-        _require_plugins([folder])  # a record there may know which plugin is missing
+        with suppress(OSError):  # the folder's name may be too long
+            _require_plugins([folder])  # a record there may know which plugin is missing
         raise
+
+
+def _ask_if_many(n_runs: int) -> None:
+    """Ask before a sweep that may be a slip of the keyboard; where nobody can answer, refuse it."""
+    from tbbn.bench.runs.recipe import MANY_RUNS, check_number
+
+    check_number(n_runs)
+    if n_runs < MANY_RUNS:
+        return
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UserError(
+            f"this asks for {n_runs} runs; add --yes if you mean it, or name fewer methods, norms or seeds."
+        )
+    print(f"This asks for {n_runs} runs. Train them all? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UserError("nothing was trained.")
 
 
 def _require_plugins(folders: Iterable[Path], *, unfinished: bool = False) -> None:

@@ -24,7 +24,7 @@ from tbbn.bench.config.settings import (
     Setting,
     TrainConfig,
 )
-from tbbn.bench.config.toml import read_toml, to_dict, to_toml
+from tbbn.bench.config.toml import parse_toml, read_toml, to_dict, to_toml
 
 __all__ = [
     "CHOICES",
@@ -47,6 +47,7 @@ __all__ = [
     "complete",
     "flatten",
     "merge",
+    "parse_toml",
     "parse_value",
     "read_toml",
     "resolve",

@@ -28,7 +28,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
             raise UserError(f"{path}: larger than {_LARGEST} bytes, so not a config file.")
-        return flatten(tomllib.loads(content.decode()))
+        return parse_toml(content.decode())
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file.") from None
     except IsADirectoryError:
@@ -39,6 +39,11 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, numbers too long to read, tables too deep
         raise UserError(f"{path}: not a TOML file: {error}.") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The settings in a TOML document, as dotted names. Raises ValueError, or RecursionError for tables too deep."""
+    return flatten(tomllib.loads(text))
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

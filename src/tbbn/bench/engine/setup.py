@@ -43,8 +43,8 @@ def device_of(config: RunConfig) -> torch.device:
         if found.type == "meta":
             raise RuntimeError("tensors there hold no numbers")
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+    except Exception as error:  # a device that this build of torch does not have fails in any way
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"device {config.device!r} cannot be used here: {reason}. Use 'cpu' or 'auto'.") from None
     return found
 

@@ -1,4 +1,4 @@
-"""On Ctrl-C or SIGTERM, save the runs before the process ends."""
+"""On Ctrl-C, SIGTERM or a closed terminal, save the runs before the process ends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether to stop. The first Ctrl-C or SIGTERM sets it; the second interrupts at once."""
+    """Gives a function that says whether to stop. The first Ctrl-C, SIGTERM or SIGHUP sets it; the second interrupts at once.
+
+    A closing terminal may send SIGHUP several times, so that never interrupts at once. Under nohup it is ignored.
+    """
     asked = False
 
-    def ask(*_: object) -> None:
+    def ask(number: int, _: object) -> None:
         nonlocal asked
+        if asked and number == signal.SIGHUP:
+            return
         if asked:
             raise KeyboardInterrupt
         asked = True
@@ -26,7 +31,10 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():  # Python handles signals there only
         yield lambda: False
         return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield lambda: asked
     finally:

@@ -14,7 +14,7 @@ from tbbn.bench.config import RunConfig, Values, flatten, read_toml, resolve, to
 from tbbn.bench.engine.plugins import check_unchanged, load_needed_plugins, load_plugins, require_plugins
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.validate import check
-from tbbn.bench.runs.recipe import RECIPE, Axes, Layer, check_sealed, parse_choice, read_recipe
+from tbbn.bench.runs.recipe import RECIPE, Axes, Layer, check_number, check_sealed, parse_choice, read_recipe
 from tbbn.bench.runs.record import CONFIG, RECORD, can_be_restored, load_or_restore
 from tbbn.errors import UserError
 
@@ -32,6 +32,7 @@ def expand(layers: Sequence[Layer], axes: Axes, out: Path, *, resumes: bool = Fa
 
     Every plugin must be there; for a sweep that is resumed, only what it needs of them.
     """
+    check_number(axes.n_runs)
     runs = []
     (load_needed_plugins if resumes else load_plugins)(resolve(*layers))  # their options have defaults, too
     for method, norm, seed in product(axes.methods or ("",), axes.norms or ("",), axes.seeds or (None,)):

@@ -16,6 +16,8 @@ Layer = tuple[str, Values]  # where settings come from, for error messages, and 
 
 RECIPE = "runs.toml"  # in a sweep's folder: the recipe of all its runs
 _CHECKSUM = "# sha256 of the lines above: "  # the last line of a sweep's recipe
+MANY_RUNS = 1000  # from here on the command asks first
+MOST_RUNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,18 @@ class Axes:
     methods: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
+
+    @property
+    def n_runs(self) -> int:
+        return max(1, len(self.methods)) * max(1, len(self.norms)) * max(1, len(self.seeds))
+
+
+def check_number(n_runs: int) -> None:
+    """Refuse more runs, or seeds, than fit in memory and in a folder."""
+    if n_runs > MOST_RUNS:
+        raise UserError(
+            f"{n_runs} runs are more than the {MOST_RUNS} of a sweep; divide it: --seeds takes a list, too."
+        )
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], Axes]:
@@ -122,6 +136,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     if "," not in text and seeds:
         if seeds[0] < 1:
             raise UserError(f"{takes}; a count must be at least 1, got {text!r}.")
+        check_number(seeds[0])
         seeds = tuple(range(seeds[0]))
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise UserError(f"{takes}; seeds must be distinct and not negative, got {text!r}.")

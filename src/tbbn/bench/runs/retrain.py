@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tbbn.bench.config import to_toml
 from tbbn.bench.engine.events import Event, Position, TaskEnded
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.plugins import check_unchanged, require_plugins
@@ -58,7 +57,7 @@ def _restore(run: Run, directory: Path, task: int, record: Record) -> Finding:
             f"{task + 1}; runs with --save.tasks all save it."
         )
     found, tensors = checkpoint.read(file)
-    if found["config"] != to_toml(record.run_config) or Position(**found["position"]) != Position(task):
+    if not state.is_of(found, record.run_config) or Position(**found["position"]) != Position(task):
         raise UserError(f"{file}: is not this run's state at the start of task {task + 1}.")
     state.restore(run, found, tensors, str(file))
     same = digest(run.network.state_dict()) == record.weights[task - 1]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbbn.bench.config import to_toml
+from tbbn.bench.config import RunConfig, parse_toml, resolve, to_toml
 from tbbn.bench.data.batches import BatchSpec
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.loop import BestEpoch, Run
@@ -78,10 +78,19 @@ def load(run: Run, directory: Path) -> bool:
     found = checkpoint.load(directory, repair=True)
     if found is None:
         return False
-    if found[0].get("config") != to_toml(run.config):
+    if not is_of(found[0], run.config):
         raise UserError(f"{directory}: holds a run with another config; use another folder, or --overwrite.")
     restore(run, *found, str(directory))
     return True
+
+
+def is_of(values: dict[str, Any], config: RunConfig) -> bool:
+    """Whether a state is of a run with this config. An older version may have written it in other words."""
+    text = values.get("config")
+    try:
+        return text == to_toml(config) or resolve(("checkpoint", parse_toml(text))) == config  # type: ignore[arg-type]
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:

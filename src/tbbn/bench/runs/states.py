@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbbn.bench.config import RunConfig, to_toml
+from tbbn.bench.config import RunConfig
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine import setup
@@ -21,6 +21,7 @@ from tbbn.bench.engine.torch_settings import torch_settings
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.finding import Finding
 from tbbn.bench.runs.record import record_from
+from tbbn.bench.runs.state import is_of
 from tbbn.errors import UserError
 
 State = tuple[dict[str, Any], dict[str, Tensor]]  # what checkpoint.read gives
@@ -48,7 +49,7 @@ def compared(record: Record, predictions: Mapping[str, Tensor], states: Mapping[
 def _problem(
     name: str, record: Record, predictions: Mapping[str, Tensor], values: dict[str, Any], tensors: dict[str, Tensor]
 ) -> str:
-    if values["config"] != to_toml(record.run_config):
+    if not is_of(values, record.run_config):
         return "is of a run with another config."
     own, position = record_from(values["record"], name), Position(**values["position"])
     n, is_between = position.task, position == Position(position.task)

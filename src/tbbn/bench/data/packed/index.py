@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,16 +36,35 @@ _LARGEST = 2**28  # bytes of an index: it has some for each shard, class and unr
 
 @dataclass(frozen=True, eq=False)
 class PackedImages:
-    """The images (N, C, H, W) uint8 of one part of a data set, on disk. Nothing is read until it is asked for."""
+    """The images (N, C, H, W) uint8 of one part of a data set, on disk. Nothing is read until it is asked for.
+
+    A shard is compared with its checksum when this process first uses it: a damaged image is not trained on.
+    """
 
     folder: Path
     shards: tuple[Shard, ...]
     shape: torch.Size
 
     @cached_property
-    def _maps(self) -> list[numpy.ndarray]:
-        image_bytes = self.shape[1:].numel()
-        return [_mapped(self.folder / shard.file, shard.images, image_bytes).numpy() for shard in self.shards]
+    def _locks(self) -> list[threading.Lock]:
+        return [threading.Lock() for _ in self.shards]
+
+    @cached_property
+    def _maps(self) -> list[numpy.ndarray | None]:
+        return [None] * len(self.shards)
+
+    def _map(self, number: int) -> numpy.ndarray:
+        """The images (n, bytes) of a shard. When it is first used, it is compared with its checksum."""
+        found = self._maps[number]
+        if found is None:
+            with self._locks[number]:  # other threads wait for the comparison
+                found = self._maps[number]
+                if found is None:
+                    shard = self.shards[number]
+                    found = _mapped(self.folder / shard.file, shard.images, self.shape[1:].numel()).numpy()
+                    _check_shard(self.folder / shard.file, shard.sha256, found)
+                    self._maps[number] = found
+        return found
 
     @cached_property
     def _starts(self) -> numpy.ndarray:
@@ -60,15 +80,15 @@ class PackedImages:
         into, wanted = out.flatten(1).numpy(), rows.numpy()
         shards = self._starts.searchsorted(wanted, "right") - 1
         inside = wanted - self._starts[shards]
-        maps = self._maps
         for i, (shard, row) in enumerate(zip(shards.tolist(), inside.tolist(), strict=True)):
-            into[i] = maps[shard][row]
+            into[i] = self._map(shard)[row]
 
     def to(self, device: torch.device | str) -> Tensor:
         """All images as one tensor on the device."""
         whole = torch.empty(self.shape, dtype=torch.uint8, device=device)
-        for start, shard, mapped in zip(self._starts.tolist(), self.shards, self._maps, strict=False):
-            whole[start : start + shard.images].copy_(torch.from_numpy(mapped).view(-1, *self.shape[1:]))
+        for number, (start, shard) in enumerate(zip(self._starts.tolist(), self.shards, strict=False)):
+            mapped = torch.from_numpy(self._map(number))
+            whole[start : start + shard.images].copy_(mapped.view(-1, *self.shape[1:]))
         return whole
 
 
@@ -102,7 +122,7 @@ def is_packed(folder: Path) -> bool:
 
 
 def open_packed(folder: Path) -> PackedSet:
-    """The packed set in `folder`. Checks its index and the sizes of its shards, but not their bytes."""
+    """The packed set in `folder`. Checks its index and the sizes of its shards; their bytes are checked when first used."""
     index = read_index(folder)
     try:
         shape = tuple(int(side) for side in index["shape"])
@@ -157,6 +177,20 @@ def _mapped(file: Path, n: int, image_bytes: int) -> Tensor:
         return torch.empty(0, image_bytes, dtype=torch.uint8)
     # A private map works on read-only files. torch closes the file, so many shards are not many open files.
     return torch.from_file(str(file), shared=False, size=n * image_bytes, dtype=torch.uint8).view(n, image_bytes)
+
+
+_unchanged: set[tuple[Path, int, int, str]] = set()  # shards that this process has compared: file, size, time, checksum
+
+
+def _check_shard(file: Path, sha256: str, content: numpy.ndarray) -> None:
+    """Raise if a shard's bytes are not those that were written."""
+    status = file.stat()
+    key = file, status.st_size, status.st_mtime_ns, sha256
+    if key not in _unchanged and hashlib.sha256(content.data).hexdigest() != sha256:
+        raise UserError(
+            f"{file}: damaged: its content does not match its checksum; delete it and run the same tbbn data pack again"
+        )
+    _unchanged.add(key)
 
 
 def _labels(runs: list[list[int]]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
@@ -128,6 +129,7 @@ def _list_images(folder: Path, classes: Sequence[str]) -> Listing:
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
+        os.listdir(folder / name)  # raises if it may not be read; a search would find nothing there
         own = sorted(
             path
             for path in (folder / name).rglob("*")
