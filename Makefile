@@ -2,12 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BENCH := $(VENV)/.bench
 READY := $(VENV)/.ready
 
-.PHONY: demo native test lint types unit nightly mutants audit bench clean
+.PHONY: results demo native test lint types unit nightly mutants audit bench clean
 
-demo: native
-	$(BIN)/tbbn run
+# Installs the bench, and none of the development tools.
+demo: $(BENCH)
+	$(BIN)/python src/tbbn/accelerators/native/building.py || true
+	$(BIN)/tbbn demo
 
 # The C kernel, beside its sources; at once where it is current. Without a C compiler the layer works, slower.
 native: $(READY)
@@ -16,8 +19,8 @@ native: $(READY)
 test: lint types unit
 
 lint: $(READY)
-	$(BIN)/ruff check src tests examples benchmarks tools
-	$(BIN)/ruff format --check src tests examples benchmarks tools
+	$(BIN)/ruff check src tests examples benchmarks tools tools
+	$(BIN)/ruff format --check src tests examples benchmarks tools tools
 
 types: $(READY)
 	$(BIN)/mypy
@@ -51,10 +54,19 @@ audit: $(READY)
 bench: native
 	$(BIN)/python benchmarks/norm.py
 
+# docs/results.md, README's table and the numbers of `tbbn demo`, from the records in results/.
+results: $(READY)
+	$(BIN)/python tools/results.py
+
 # torch goes first and alone: a later step then keeps the build that is there.
-$(READY): pyproject.toml hatch_build.py
+$(BENCH): pyproject.toml hatch_build.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the bench into $(VENV): a minute or two"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.6,<2.14"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[bench]"
+	touch $(BENCH)
+
+$(READY): $(BENCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $(READY)
 

@@ -14,7 +14,7 @@ from tbbn.bench.cli.main import main
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("", r"missing command: run, sweep, .*\. Try tbbn run for a demo, or tbbn --help\."),
+        ("", r"missing command: demo, run, sweep, .*\. Try tbbn demo, or tbbn --help\."),
         ("rnu", r"unknown command 'rnu'; .*Did you mean 'run'\?"),
         ("run --train.epoch 3", r"unknown setting --train\.epoch\. Did you mean --train\.epochs\?"),
         ("run --sed 3", r"unknown setting --sed\. Did you mean --seed\?"),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tbbn.bench.cli import data, inspect, reproduce, speed, train, verify
+from tbbn.bench.cli import data, demo, inspect, reproduce, speed, train, verify
 from tbbn.bench.cli.common import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -25,7 +25,7 @@ from tbbn.errors import UserError, printable, unknown_name
 from tbbn.plugins import failure, load_plugin
 
 _LONGEST = 4000  # characters of an error
-MODULES = (train, reproduce, inspect, verify, data, speed)  # in the order of the help
+MODULES = (demo, train, reproduce, inspect, verify, data, speed)  # in the order of the help
 
 
 class Parser(argparse.ArgumentParser):
@@ -111,7 +111,7 @@ def _run(words: list[str]) -> int:
     parser, commands = build_parser()
     plugins, words = split_plugins(words)
     if not words:
-        raise UserError(f"missing command: {', '.join(commands)}. Try tbbn run for a demo, or tbbn --help.")
+        raise UserError(f"missing command: {', '.join(commands)}. Try tbbn demo, or tbbn --help.")
     if not words[0].startswith("-") and words[0] not in commands:
         raise unknown_name("command", words[0], commands)
     check_commas(words)

@@ -1,0 +1,72 @@
+"""``tbbn demo``: the mechanism, the bench at work, and the result, in about a minute."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tbbn.bench.cli.common import Command
+from tbbn.bench.cli.train import add_progress_options, train
+
+
+def add(command: Command) -> None:
+    line = "The mechanism, the bench at work and the result on CIFAR-100, in about a minute."
+    made = command("demo", _demo, line, "tbbn demo --out /tmp/demo")
+    made.add_argument("--out", default="runs", help="folder of all runs (default: runs)")
+    add_progress_options(made, lanes="1")
+
+
+def _demo(args: argparse.Namespace) -> int:
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    _mechanism(folder)
+    code = _digits(folder, args)
+    _result()
+    return code
+
+
+def _mechanism(folder: Path) -> None:
+    from tbbn.paper import toy
+
+    outcomes = toy.toy()
+    print(
+        "1. The mechanism. Four tasks, each a Gaussian; batches hold 48 rows of task 4 and 16 of tasks 1 to 3. How far are a"
+    )
+    print("   norm's statistics from those of all tasks in equal parts?\n")
+    print(toy.table(outcomes))
+    print(f"\npicture: {toy.plot(outcomes, folder / 'toy.png')}\n")
+
+
+def _digits(folder: Path, args: argparse.Namespace) -> int:
+    from tbbn.bench.report.tables import summary_table
+    from tbbn.bench.runs.pending import expand
+    from tbbn.bench.runs.recipe import read_recipe, recipe_text
+    from tbbn.paper import find_recipe
+
+    print("2. The bench. Ten digits in five tasks, 100 stored images, two norms, three seeds:\n")
+    sys.stdout.flush()
+    path = find_recipe("demo")
+    values, axes = read_recipe(path)
+    layers = [(str(path), values)]
+    runs = expand(layers, axes, folder / "demo")
+    code, records = train(runs, args, recipe=recipe_text(layers, axes))
+    table = summary_table(records)
+    print(type(table)(table.header, table.rows, align=table.align).render("text"))
+    print("\nIt works here. No difference is to be expected: the digits are easy, and both norms learn them.\n")
+    return code
+
+
+def _result() -> None:
+    from tbbn.paper.measured import gains, gains_by_task, measured
+
+    found = measured()
+    print(
+        "3. The result. The real CIFAR-100 in ten tasks, fine-tuning, the paper's protocol with the last epoch kept:\n"
+    )
+    print(gains_by_task(found["last"]).render("text"))
+    print("\nHow it depends on the protocol (gains in points, standard error in brackets):\n")
+    print(gains({name: found[name] for name in ("last", "best", "clean")}).render("text"))
+    print(
+        "\nRecords, pictures and what is behind these numbers: docs/results.md. Next: tbbn run --help, tbbn reproduce --help."
+    )

@@ -1,0 +1,144 @@
+"""Our own results on the real CIFAR-100, as accuracy matrices (``measured.json``, made from ``results/`` by ``make results``)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import resources
+from math import nan, sqrt
+
+from tbbn.bench.metrics import average_accuracy, final_accuracy, forgetting, learning_accuracy
+from tbbn.bench.report.tables import Table
+from tbbn.paper.published import find_tables
+
+Matrix = list[list[float]]
+METRICS: dict[str, Callable[[Matrix], float]] = {
+    "A_f": final_accuracy,
+    "A_a": average_accuracy,
+    "F_h": partial(forgetting, paper=False),
+    "A_l": learning_accuracy,
+}
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A number of two norms on the same seeds: their means, and the mean difference with its standard error."""
+
+    bn: list[float]
+    tbbn: list[float]
+
+    @property
+    def gain(self) -> float:
+        return statistics.fmean(b - a for a, b in zip(self.bn, self.tbbn, strict=True))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the gain; nan for a single seed."""
+        n = len(self.bn)
+        return nan if n == 1 else statistics.stdev(b - a for a, b in zip(self.bn, self.tbbn, strict=True)) / sqrt(n)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Runs that differ in method, norm and seed only."""
+
+    name: str
+    title: str
+    source: str  # where the whole records are
+    runs: dict[tuple[str, str, int], Matrix]  # by method, norm and seed
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(method for method, _, _ in self.runs))
+
+    def seeds(self, method: str) -> list[int]:
+        """Seeds that both norms have."""
+        return sorted(
+            seed for m, norm, seed in self.runs if (m, norm) == (method, "tbbn") and (m, "bn", seed) in self.runs
+        )
+
+    def after(self, method: str, task: int) -> Paired:
+        """Mean accuracy in percent over the tasks seen so far, after this task (from 0)."""
+        return self._paired(method, lambda matrix: statistics.fmean(matrix[task]))
+
+    def new_task(self, method: str, task: int) -> Paired:
+        """Accuracy in percent on the task just learnt."""
+        return self._paired(method, lambda matrix: matrix[task][task])
+
+    def metric(self, method: str, name: str) -> Paired:
+        """A metric in percent."""
+        return self._paired(method, METRICS[name])
+
+    def _paired(self, method: str, number: Callable[[Matrix], float]) -> Paired:
+        both = [[100 * number(self.runs[method, norm, s]) for s in self.seeds(method)] for norm in ("bn", "tbbn")]
+        return Paired(*both)
+
+
+@cache
+def measured() -> dict[str, Measured]:
+    """All experiments by name."""
+    text = (resources.files(__package__) / "measured.json").read_text()
+    return {
+        entry["name"]: Measured(
+            entry["name"], entry["title"], entry["source"],
+            {(run["method"], run["norm"], run["seed"]): run["accuracy"] for run in entry["runs"]},
+        )
+        for entry in json.loads(text)
+    }  # fmt: skip
+
+
+def gains_by_task(experiment: Measured, method: str = "ft") -> Table:
+    """How much TBBN gains over batch norm after each task, on the same seeds."""
+    seeds = experiment.seeds(method)
+    tasks = len(next(iter(experiment.runs.values())))
+    rows = []
+    for task in range(tasks):
+        all_seen, new = experiment.after(method, task), experiment.new_task(method, task)
+        cells = [f"{task + 1}", *(_mean(values) for values in (all_seen.bn, all_seen.tbbn)), _gain(all_seen)]
+        rows.append((*cells, f"{statistics.fmean(new.bn):.1f}", f"{statistics.fmean(new.tbbn):.1f}"))
+    header = ("after task", "bn %", "tbbn %", "gain (standard error)", "new task: bn", "tbbn")
+    return Table(
+        header, tuple(rows), (f"Mean accuracy over the tasks seen so far, {len(seeds)} seeds, real CIFAR-100.",)
+    )
+
+
+def gains(experiments: dict[str, Measured]) -> Table:
+    """TBBN against batch norm on the same seeds, a row for each experiment and method."""
+    rows = []
+    for experiment in experiments.values():
+        for method in experiment.methods:
+            pairs = [experiment.metric(method, name) for name in METRICS]
+            n = str(len(experiment.seeds(method)))
+            rows.append((experiment.title, method, n, _mean(pairs[0].bn), _mean(pairs[0].tbbn), *map(_gain, pairs)))
+    header = ("protocol", "method", "seeds", "bn A_f", "tbbn A_f", *(f"gain {name}" for name in METRICS))
+    return Table(header, tuple(rows), align="ll" + "r" * (len(header) - 2))
+
+
+def beside_paper(experiment: Measured) -> Table:
+    """Fine-tuning beside the paper's Table 1: both norms, and what TBBN gains on the same seeds."""
+    printed = find_tables("table1", "cifar100")[0].rows
+    pairs = {name: experiment.metric("ft", name) for name in METRICS}
+    paper = {norm: dict(zip(METRICS, printed["ft", norm], strict=True)) for norm in ("bn", "tbbn")}
+    rows = []
+    for label, ours, theirs in (
+        ("bn", [_mean(pair.bn) for pair in pairs.values()], list(paper["bn"].values())),
+        ("tbbn", [_mean(pair.tbbn) for pair in pairs.values()], list(paper["tbbn"].values())),
+        ("gain", [_gain(p) for p in pairs.values()], [paper["tbbn"][m] - paper["bn"][m] for m in METRICS]),
+    ):
+        rows.append((label, *(c for own, their in zip(ours, theirs, strict=True) for c in (own, f"{their:.2f}"))))
+    header = ("", *(cell for name in METRICS for cell in (f"{name} ours", "paper")))
+    return Table(
+        header, tuple(rows), (f"{len(experiment.seeds('ft'))} seeds; gain: on the same seeds (standard error).",)
+    )
+
+
+def _mean(values: list[float]) -> str:
+    mean = f"{statistics.fmean(values):.1f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
+
+
+def _gain(pair: Paired) -> str:
+    return f"{pair.gain:+.1f}" if len(pair.bn) == 1 else f"{pair.gain:+.1f} ({pair.error:.1f})"

@@ -1,0 +1,52 @@
+"""Our results as data: what is computed from them, and that the pages made from them are current."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from math import sqrt
+from pathlib import Path
+
+import pytest
+
+from tbbn.paper.measured import Measured, beside_paper, gains, gains_by_task, measured
+
+ROOT = Path(__file__).parents[2]
+RUNS = {
+    ("ft", "bn", 0): [[0.8], [0.4, 0.6]],
+    ("ft", "tbbn", 0): [[0.8], [0.5, 0.7]],
+    ("ft", "bn", 1): [[0.6], [0.2, 0.8]],
+    ("ft", "tbbn", 1): [[0.6], [0.6, 0.8]],
+    ("ft", "bn", 2): [[0.1], [0.1, 0.1]],  # without its partner
+}
+TWO_SEEDS = Measured("x", "title", "folder", RUNS)
+
+
+def test_gains_are_means_of_differences_on_the_same_seeds() -> None:
+    final = TWO_SEEDS.metric("ft", "A_f")
+    assert final.bn == pytest.approx([50, 50]) and final.tbbn == pytest.approx([60, 70])
+    assert final.gain == pytest.approx(15)
+    assert final.error == pytest.approx(sqrt(((10 - 15) ** 2 + (20 - 15) ** 2) / 1) / sqrt(2))
+    forgotten = TWO_SEEDS.metric("ft", "F_h")  # (best in the past - final) / 2, for the first task
+    assert forgotten.bn == pytest.approx([20, 20]) and forgotten.tbbn == pytest.approx([15, 0])
+    assert TWO_SEEDS.new_task("ft", 1).tbbn == pytest.approx([70, 80])
+
+
+def test_tables_show_means_spreads_and_gains() -> None:
+    assert gains_by_task(TWO_SEEDS).rows[1] == ("2", "50.0 ± 0.0", "65.0 ± 7.1", "+15.0 (5.0)", "70.0", "75.0")
+    assert gains({"x": TWO_SEEDS}).rows[0][:6] == ("title", "ft", "2", "50.0 ± 0.0", "65.0 ± 7.1", "+15.0 (5.0)")
+    single = Measured("x", "title", "folder", {key: m for key, m in RUNS.items() if key[2] == 0})
+    assert gains({"x": single}).rows[0][2:6] == ("1", "50.0", "60.0", "+10.0")
+    row = dict(zip(beside_paper(TWO_SEEDS).header, beside_paper(TWO_SEEDS).rows[2], strict=False))
+    assert row["A_f ours"] == "+15.0 (5.0)" and beside_paper(TWO_SEEDS).rows[2][2] == "3.05"  # 38.46 - 35.41
+
+
+def test_every_measured_run_has_a_whole_matrix() -> None:
+    for experiment in measured().values():
+        assert all([len(row) for row in matrix] == list(range(1, 11)) for matrix in experiment.runs.values())
+
+
+def test_the_pages_made_from_the_records_are_current() -> None:
+    words = [sys.executable, "tools/results.py", "--check"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
