@@ -102,7 +102,8 @@ does not have. Why only in task 10 is open.
 {table2.render("md")}
 
 The `ft` rows are in the table before this one, with ten seeds. The difference of PODNet is open: the official program has two
-classifiers, and the paper does not say which one its row used.
+classifiers, and the paper does not say which one its row used. The rows of `afc` were made when its importance was measured on a copy
+of the network; the paper's protocol now measures it on the network itself, as the reference does, so they are to be made again.
 
 Missing: continual norm and the other norms, more seeds of Table 2, ImageNet-100, dissimilar tasks, 20 tasks, the base-task scenario, the
 ablation. Each is one command (`tbbn reproduce table1`, ...) and hours of a GPU.

@@ -27,7 +27,7 @@ def test_gains_are_means_of_differences_on_the_same_seeds() -> None:
     assert final.bn == pytest.approx([50, 50]) and final.tbbn == pytest.approx([60, 70])
     assert final.gain == pytest.approx(15)
     assert final.error == pytest.approx(sqrt(((10 - 15) ** 2 + (20 - 15) ** 2) / 1) / sqrt(2))
-    forgotten = TWO_SEEDS.metric("ft", "F_h")  # (best in the past - final) / 2, for the first task
+    forgotten = TWO_SEEDS.metric("ft", "F")  # (best in the past - final) / 2, for the first task
     assert forgotten.bn == pytest.approx([20, 20]) and forgotten.tbbn == pytest.approx([15, 0])
     assert TWO_SEEDS.new_task("ft", 1).tbbn == pytest.approx([70, 80])
 

@@ -18,7 +18,7 @@ Matrix = list[list[float]]
 METRICS: dict[str, Callable[[Matrix], float]] = {
     "A_f": final_accuracy,
     "A_a": average_accuracy,
-    "F_h": partial(forgetting, paper=False),
+    "F": partial(forgetting, paper=False),
     "A_l": learning_accuracy,
 }
 

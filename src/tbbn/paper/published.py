@@ -22,7 +22,7 @@ from tbbn.paper import find_recipe
 METRICS = {
     "A_f": "final_accuracy",
     "A_a": "average_accuracy",
-    "F_h": "forgetting_history",
+    "F": "forgetting_history",
     "A_l": "learning_accuracy",
     "A_f^w": "weighted_final_accuracy",
     "A_a^w": "weighted_average_accuracy",
@@ -60,13 +60,13 @@ class PaperTable:
 
     def impossible(self) -> Iterator[str]:
         """Rows whose numbers contradict each other: under both definitions F is at least A_l - A_f."""
-        if {"A_f", "F_h", "A_l"} <= set(self.columns):
+        if {"A_f", "F", "A_l"} <= set(self.columns):
             for (method, norm), row in self.rows.items():
                 value = dict(zip(self.columns, row, strict=True))
                 least = value["A_l"] - value["A_f"]
-                if value["F_h"] < least - 0.05:
+                if value["F"] < least - 0.05:
                     yield (
-                        f"{method} + {norm}: the paper's F of {value['F_h']} cannot be: A_l - A_f is {least:.2f}, and F is "
+                        f"{method} + {norm}: the paper's F of {value['F']} cannot be: A_l - A_f is {least:.2f}, and F is "
                         "never smaller."
                     )
 
