@@ -3,9 +3,10 @@
     python tools/mutants.py --number 30 --seed 1 --minutes 8
 
 Mutants are drawn at random in every area, and tried in a copy of the tree (``build/mutants``), never in the checkout. First
-each test file is run once to learn which functions each test calls. A mutant is then given the tests that call its function,
-those of its own area first. What was found is kept, so the next call goes on: it tries again only those that survived.
-Mutants that change nothing a test could see are listed with the reason in ``tools/equivalent.txt``, and not counted.
+each test file is run once to learn which functions each test calls. A mutant is then given the tests that call its function:
+those of its own area, then others, the quick ones first. What was found is kept, so the next call goes on; ``--again`` tries
+those that survived once more. Mutants that change nothing a test could see are listed with the reason in
+``tools/equivalent.txt``, and not counted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -57,15 +59,16 @@ LEFT_OUT = (
     "test_export",
     "test_speed",
 )
+# Imported once, before forking.
 PRELOADED = (
-    "torch",
+    "torch._dynamo",
+    "torch.onnx",
     "numpy",
     "sklearn.datasets",
     "safetensors.torch",
     "matplotlib.pyplot",
     "rich",
-    "pytest",
-)  # for forks
+)
 FAILED = 70  # not one of pytest's exit codes
 MARKS = "not slow and not gpu and not nightly"
 # Running tests. -----------------------------------------------------------------------------------------------------------
@@ -190,35 +193,44 @@ def learn(deadline: float) -> dict[str, dict[str, Any]]:
     return known
 
 
-def try_mutant(mutant: Mutant, tests: dict[str, dict[str, Any]]) -> tuple[str, int]:
-    """ "killed", "timeout" or "survived", and the number of tests that could see it."""
+def running(group: list[str], tests: dict[str, dict[str, Any]]) -> Iterator[float]:
+    """The seconds until the end of each test."""
+    return itertools.accumulate(tests[test]["seconds"] for test in group)
+
+
+def try_mutant(mutant: Mutant, tests: dict[str, dict[str, Any]], limit: float) -> tuple[str, int]:
+    """Whether it was "killed", a "timeout" or "survived", and the number of tests it was given."""
     path = TREE / mutant.file
     original, stamp = path.read_text(), path.stat()
-    place = f"{mutant.file}:{function_at(original, mutant.line)}"
-    if place.endswith(":"):  # run on import: every test that calls anything in the file
-        seen = [t for t, entry in tests.items() if any(call.startswith(place) for call in entry["calls"])]
-    else:
-        seen = [t for t, entry in tests.items() if place in entry["calls"]]
-    folder = mutant.file.removeprefix("src/tbbn/").removesuffix(".py")
-    own = f"tests/{os.path.dirname(folder)}"
-    named = f"test_{os.path.basename(folder)}.py"
-    seen.sort(key=lambda t: (not (t.startswith(own) or "wires" in t), named not in t, tests[t]["seconds"]))
-    # Quick tests of the area, then all of the area, then all others: most mutants die in the first group.
-    near = [t for t in seen if t.startswith(own) or "wires" in t]
-    groups = [near[:25], near[25:], sorted(set(seen) - set(near), key=lambda t: tests[t]["seconds"])]
-    path.write_text(mutant.code)
-    os.utime(path, (1e9, 1e9 + int(mutant.key[:7], 16)))  # its own time: no bytecode of another mutant is used
+    function = f"{mutant.file}:{function_at(original, mutant.line)}"
+    named, folders = (
+        (f"/test_{path.stem}.py", "/test_wires.py"),
+        tuple(f"tests/{place}/" for place in AREAS[mutant.area]),
+    )
+    seen = [t for t in tests if function in tests[t]["calls"]]
+    if not seen:  # run on import: tests of the area, and all that call anything in the file
+        file = f"{mutant.file}:"
+        seen = [t for t in tests if t.startswith(folders) or any(c.startswith(file) for c in tests[t]["calls"])]
+    seen.sort(key=lambda test: (not any(name in test for name in named), tests[test]["seconds"]))
+    near = [test for test in seen if test.startswith(folders) or any(name in test for name in named)]
+    others = [test for test in seen if test not in near]
+    near, others = ([t for t, total in zip(g, running(g, tests), strict=True) if total < limit] for g in (near, others))
+    groups = near[:15], near[15:], others  # most mutants die in the first group
+    path.write_text(mutant.code(original))
+    os.utime(
+        path, (1e9, 1e9 + int(mutant.key(original)[:7], 16))
+    )  # its own time: no bytecode of another mutant is used
     try:
         for group in filter(None, groups):
             code = in_child(group, 20 + 4 * sum(tests[t]["seconds"] for t in group))
             if code == FAILED:
                 raise SystemExit(f"pytest did not start; see {WORK / 'last.log'}.")
             if code:
-                return ("timeout" if code == 124 else "killed"), len(seen)
+                return ("timeout" if code == 124 else "killed"), len(near) + len(others)
     finally:
         path.write_text(original)
         os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    return "survived", len(seen)
+    return "survived", len(near) + len(others)
 
 
 def draw(areas: list[str], number: int, seed: int) -> list[Mutant]:
@@ -254,6 +266,9 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=20, help="mutants per area")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30.0, help="stop after this time; call again to go on")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of tests per mutant in its area, and in the others"
+    )
     parser.add_argument("--again", action="store_true", help="try those that survived once more")
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
@@ -268,26 +283,21 @@ def main() -> None:
     file = WORK / "results.json"
     known: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
     drawn = draw(arguments.areas, arguments.number, arguments.seed)
-    for mutant in drawn:
+    keys = {mutant: mutant.key((TREE / mutant.file).read_text()) for mutant in drawn}
+    for mutant, key in keys.items():
         if time.monotonic() > deadline:
             break
-        old = known.get(mutant.key, {}).get("status")
-        if str(mutant) in equivalent:
+        old = known.get(key, {}).get("status")
+        if mutant.name in equivalent:
             status, seen = "equivalent", 0
         elif old in ("killed", "timeout") or (old == "survived" and not arguments.again):
             continue
         else:
-            status, seen = try_mutant(mutant, tests)
-        known[mutant.key] = {
-            "area": mutant.area,
-            "line": mutant.line,
-            "name": str(mutant),
-            "status": status,
-            "tests": seen,
-        }
+            status, seen = try_mutant(mutant, tests, arguments.seconds)
+        known[key] = {"area": mutant.area, "line": mutant.line, "name": mutant.name, "status": status, "tests": seen}
         file.write_text(json.dumps(known))
-        print(f"{status}: {mutant}", flush=True)
-    done = [known[m.key] for m in drawn if m.key in known]
+        print(f"{status}: {mutant.name}", flush=True)
+    done = [known[key] for key in keys.values() if key in known]
     print(f"\n{len(done)} of {len(drawn)} mutants tried")
     report(done)
 

@@ -18,21 +18,23 @@ QUIET = {"cpu", "cuda", "contiguous", "detach", "pin_memory", "record", "warn", 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of one expression or statement."""
+    """A change of one expression or statement: the bytes from ``begin`` to ``end`` of a file are replaced."""
 
     area: str
     file: str
     line: int
-    before: str
-    after: str
-    code: str  # the whole file with the change
+    begin: int
+    end: int
+    replacement: str
+    name: str  # the lines before and after the change
 
-    @property
-    def key(self) -> str:
-        return hashlib.sha256(f"{self.file}\n{self.code}".encode()).hexdigest()[:16]
+    def code(self, source: str) -> str:
+        """The whole file with the change."""
+        whole = source.encode()
+        return (whole[: self.begin] + self.replacement.encode() + whole[self.end :]).decode()
 
-    def __str__(self) -> str:
-        return f"{self.file}: {self.before} -> {self.after}"
+    def key(self, source: str) -> str:
+        return hashlib.sha256(f"{self.file}\n{self.code(source)}".encode()).hexdigest()[:16]
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
@@ -86,7 +88,7 @@ def is_quiet(node: ast.AST) -> bool:
     match node:
         case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom() | ast.AnnAssign(value=None):
             return True
-        case ast.Expr(ast.Constant()):
+        case ast.Expr(ast.Constant()) | ast.keyword(arg="strict"):
             return True
         case ast.Assign([ast.Name(id=name)]) if name == "__all__" or (name[:1].isupper() and name[1:2].islower()):
             return True  # a type
@@ -122,15 +124,16 @@ def mutants_of(area: str, file: str, source: str) -> Iterator[Mutant]:
                 text = f"({text})"
             begin = starts[target.lineno - 1] + target.col_offset
             end = starts[target.end_lineno - 1] + target.end_col_offset
-            before = " ".join(whole[begin:end].decode().split())
-            code = (whole[:begin] + text.encode() + whole[end:]).decode()
-            yield Mutant(area, file, target.lineno, before, " ".join(text.split()), code)
+            first, last = starts[target.lineno - 1], starts[target.end_lineno]
+            lines = whole[first:last].decode(), (whole[first:begin] + text.encode() + whole[end:last]).decode()
+            name = f"{file}: " + "  ->  ".join(" ".join(line.split()) for line in lines)
+            yield Mutant(area, file, target.lineno, begin, end, text, name)
 
 
 def is_valid(mutant: Mutant, source: str) -> bool:
     """Whether the change compiles, and is one."""
     try:
-        return ast.dump(ast.parse(mutant.code)) != ast.dump(ast.parse(source))
+        return ast.dump(ast.parse(mutant.code(source))) != ast.dump(ast.parse(source))
     except SyntaxError:
         return False
 

@@ -16,6 +16,9 @@ def test_every_setting_explains_itself_and_accepts_its_default() -> None:
     for name, setting in cfg.SETTINGS.items():
         assert len(setting.help) > 5 and setting.name == name, name
         assert setting.problem(setting.default) == "", name
+    assert not {"data", "memory", "batch", "train", "save", "norm", "method"} & set(cfg.SETTINGS), (
+        "sections are no settings"
+    )
     assert cfg.SETTINGS["seed"].line == "seed of all random numbers"
     assert cfg.SETTINGS["train.keep"].line.endswith(" (last, best)")
 

@@ -190,3 +190,25 @@ def test_k_means_with_fewer_points_than_centres_repeats_them(n_points: int) -> N
     centres = terms.k_means(points, 5, seed())
     assert centres.shape == (5, 2)
     assert {tuple(c) for c in centres.tolist()} == {tuple(p) for p in points.tolist()}
+
+
+HALF_LABELS = torch.tensor([0, 1, 2, 3, 1])
+IN_FLOAT32 = {
+    "cross_entropy": lambda cast: terms.cross_entropy(cast(S), HALF_LABELS),
+    "soft_cross_entropy": lambda cast: terms.soft_cross_entropy(cast(S), cast(T), 2.0),
+    "soft_kl": lambda cast: terms.soft_kl(cast(S), cast(T), 2.0),
+    "soft_binary_cross_entropy": lambda cast: terms.soft_binary_cross_entropy(cast(S), cast(T), 2.0),
+    "cosine_distance": lambda cast: terms.cosine_distance(cast(S), cast(T)),
+    "nca": lambda cast: terms.nca(cast(S), HALF_LABELS),
+    "pod_spatial": lambda cast: terms.pod_spatial([cast(randn(2, 3, 4, 5))], [cast(randn(2, 3, 4, 5, value=1))]),
+    "channel_distance": lambda cast: terms.channel_distance(
+        [cast(randn(2, 3, 4, 5))], [cast(randn(2, 3, 4, 5, value=1))], [torch.ones(3)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_a_term_of_half_precision_outputs_is_computed_in_float32(name: str) -> None:
+    half = IN_FLOAT32[name](lambda x: x.bfloat16())
+    single = IN_FLOAT32[name](lambda x: x.bfloat16().float())
+    assert half.dtype == torch.float32 and torch.equal(half, single)
