@@ -128,9 +128,9 @@ def test_evaluation_uses_its_own_batch_size_and_the_precision_of_the_run(monkeyp
 
     asked: list[tuple[int, str]] = []
 
-    def watched(network: Any, data: Any, rows: Any, size: int, precision: str, keep: Any) -> Any:
+    def watched(network: Any, data: Any, rows: Any, size: int, precision: str, *more: Any) -> Any:
         asked.append((size, precision))
-        return evaluation_pass(network, data, rows, size, precision, keep)
+        return evaluation_pass(network, data, rows, size, precision, *more)
 
     monkeypatch.setattr(evaluate, "evaluation_pass", watched)
     monkeypatch.setattr(task, "evaluation_pass", watched)
