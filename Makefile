@@ -38,12 +38,14 @@ nightly: native
 mutants: native
 	nice $(BIN)/python tools/mutants.py
 
-# The packages of tbbn.integrations, in an environment of their own: they bring many others.
+# The packages of tbbn.integrations, in an environment of their own: they bring many others. Every network of timm and
+# torchvision: make test-integrations MARKS=nightly
+MARKS ?= not slow and not gpu and not nightly
 test-integrations:
 	test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.6,<2.14"
 	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -e ".[bench,timm,avalanche,lightning,huggingface]" pytest hypothesis
-	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -m "not slow and not gpu" tests/integrations
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -m "$(MARKS)" tests/integrations
 
 # Needs the advisories of pypi.org; strict: a package that could not be looked up is a failure, not a pass.
 audit: $(READY)

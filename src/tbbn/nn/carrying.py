@@ -26,7 +26,7 @@ def carry(old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool
     attributes of ``old`` behind, for a norm whose attributes are its settings.
     """
     before, after = vars(old), dict(vars(new))
-    dropped = set(before.get(_ADDED, ()))
+    dropped = {*before.get(_ADDED, ()), *_runtime_names(old)}
     added = {*after, *after["_parameters"], *after["_buffers"]} - {*_PLAIN, *_STATE}
     if everything:
         added -= {*before, *before["_parameters"], *before["_buffers"]} - dropped
@@ -44,6 +44,12 @@ def carry(old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool
     new.__dict__.update(after)
     _rebind_hooks(old, new)
     return new
+
+
+def _runtime_names(layer: nn.Module) -> set[str]:
+    """Attributes that a forward of this package's norms sets: their classes declare them, with a default."""
+    ours = [cls for cls in type(layer).__mro__ if cls.__module__.startswith("tbbn.")]
+    return {name for name in vars(layer) if any(name in vars(cls) for cls in ours)}
 
 
 def _merge(old: nn.Module, new: nn.Module, container: str, dropped: set[str], everything: bool) -> dict[str, Any]:
