@@ -15,6 +15,8 @@ from tbbn.registry import NORMS
 SHAPES = [(12, 4), (12, 4, 5), (12, 4, 3, 2), (12, 4, 2, 2, 2)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
+pytestmark = pytest.mark.filterwarnings("ignore:A training forward outside")
+
 
 def adaptive(layer, x, ids, n_tasks):
     counts = [sum(1 for i in ids if i == k) for k in range(n_tasks)]

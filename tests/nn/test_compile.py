@@ -79,6 +79,25 @@ def test_a_new_task_costs_no_more_than_a_graph_of_its_own():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("fixed_size", [True, False])
+def test_counts_that_vary_need_no_graph_each(fixed_size):
+    counter = CompileCounterWithBackend("eager")
+    model, plain = network(), network()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for memory in (4, 5, 6, 3, 7, 4, 8):
+        rows = 30 if fixed_size else 20 + memory
+        x = torch.randn(rows, 2, 5, 5, generator=torch.Generator().manual_seed(memory))
+        is_memory = torch.arange(rows) % rows >= rows - memory
+        chosen = {"is_memory": is_memory[torch.randperm(rows)], "past_tasks": 4}
+        with tbbn.balance(model, **chosen), tbbn.balance(plain, **chosen):
+            y, wanted = compiled(x), plain(x)
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+        y.pow(2).mean().backward()
+    assert counter.frame_count <= 3
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_eval_after_training_and_training_after_eval():
     counter = CompileCounterWithBackend("eager")
     model = network()

@@ -17,6 +17,9 @@ from tbbn.registry import register_norm
 
 EIGHT = {"current": 8, "memory": 4, "past_tasks": 2}
 
+# The same models are also run outside a block.
+pytestmark = pytest.mark.filterwarnings("ignore:A training forward outside")
+
 
 class BySuper(nn.BatchNorm2d):
     def forward(self, x):

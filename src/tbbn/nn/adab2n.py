@@ -6,12 +6,14 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional as F
 
 from tbbn.errors import UserError
+from tbbn.nn.active import recomputing
 from tbbn.nn.comparison import AnyDims, apply_affine, pixels_last
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
-from tbbn.nn.modules import BalancedNorm, arguments, recomputing
+from tbbn.nn.modules import BalancedNorm, arguments, as_leaf
 from tbbn.nn.plan import Layout
 from tbbn.options import Option
 
@@ -67,7 +69,10 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
                 raise UserError(
                     f"balance: task_ids must lie in 0..{n_tasks - 1} for past_tasks={n_tasks - 1}, got {low}..{high}."
                 )
-        return layout.membership(self.task_logits.device, statistics_dtype(self.task_logits))
+        device = self.task_logits.device
+        if device.type == "meta":  # functional_call may bring the weights
+            device = torch.device("cpu") if layout.task_ids is None else layout.task_ids.device
+        return layout.membership(device, statistics_dtype(self.task_logits))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "penalty": None}
@@ -83,16 +88,18 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return as_leaf(self, x)
         if not self.training:
             return super().forward(x)  # batch norm
         self._check_input_dim(x)
-        layout = self.layout_of(x)
+        layout, member = self.find_layout(x)
         self.penalty = None
         if layout is None or not layout.past_tasks:
             return task_balanced_batch_norm(*arguments(self, x, None))  # batch norm
         assert self.running_mean is not None and self.running_var is not None
         rows = pixels_last(x)
-        member = self.prepared(layout).to(rows.dtype)  # (B, tasks)
+        member = member.to(rows.device, rows.dtype)  # (B, tasks)
         counts = member.sum(0)
         concentration = self.task_logits[: member.shape[1]].to(rows.dtype).exp() + counts
         share = concentration / concentration.sum() / counts.clamp_min(torch.finfo(counts.dtype).tiny)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tbbn.errors import UserError
+from tbbn.nn.active import Block, enter, leave
 from tbbn.nn.convert import is_norm
 from tbbn.nn.modules import BalancedNorm, PlannedNorm
-from tbbn.nn.plan import Layout, make_layout
+from tbbn.nn.plan import make_layout
 from tbbn.nn.sync import Counts, share_counts
 
 
@@ -45,27 +46,23 @@ class balance:
         rank_counts: Counts | None = None,
     ) -> None:
         self.layout = make_layout(current, memory, is_memory, past_tasks, task_ids)
-        self.layers = list(balanced_layers(module))
-        if not self.layers:
+        layers = list(balanced_layers(module))
+        if not layers:
             raise _nothing_to_balance(module)
-        self.groups = [layer.process_group for layer in self.layers if isinstance(layer, PlannedNorm) and layer.sync]
-        self.rank_counts = rank_counts
-        # A stack: the same block may be entered again inside itself.
-        self.before: list[list[tuple[Layout | None, Any]]] = []
+        self.layers, self.rank_counts = layers, rank_counts
+        self.groups = [layer.process_group for layer in layers if isinstance(layer, PlannedNorm) and layer.sync]
 
     def __enter__(self) -> None:
         layout = share_counts(self.layout, self.groups, self.rank_counts)
-        # All layers prepare first: one that cannot take the layout raises before any layer is changed.
-        prepared = [layer.prepare(layout) for layer in self.layers]
-        self.before.append([(layer._layout, layer._prepared) for layer in self.layers])
-        for layer, ready in zip(self.layers, prepared, strict=True):
-            layer.set_layout(layout, ready)
+        # All layers prepare first: one that cannot take the layout raises before the block is entered.
+        enter(Block(self, layout, {layer: layer.prepare(layout) for layer in self.layers}))
+        if not torch.compiler.is_compiling():
+            self.layers[0].warn_outside()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for layer, before in zip(self.layers, self.before.pop(), strict=True):
-            layer.set_layout(*before)
+        leave(self)
 
 
 def _nothing_to_balance(module: nn.Module) -> UserError:

@@ -20,13 +20,14 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from tbbn.errors import UserError
 from tbbn.nn.functional import task_balanced_batch_norm
-from tbbn.nn.modules import PlannedNorm
+from tbbn.nn.modules import PlannedNorm, as_leaf
 
 Normalise = Callable[[Tensor], Tensor]
 Converter = Callable[[Any, Normalise, Tensor], Tensor]
@@ -88,6 +89,8 @@ class _OwnForward(ForeignNorm):
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Proxy):
+            return as_leaf(self, args[0])
         if not self.training and getattr(self, "is_batch_norm_in_eval", False):
             return self.own.forward(self, *args, **kwargs)
         outer, _seen.norm = getattr(_seen, "norm", False), False
@@ -148,6 +151,8 @@ class _Converted(ForeignNorm):
     converter: Converter
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return as_leaf(self, x)
         return type(self).converter(self, lambda x: self.norm.forward(self, x), x)
 
 

@@ -84,8 +84,10 @@ def task_balanced_batch_norm(
     ``plan=None`` means that there is nothing to balance: batch norm in training mode. Statistics are computed in float32, or in
     float64 for float64 input.
     """
-    if plan is not None and x.shape[0] != plan.rows:
-        raise UserError(f"task_balanced_batch_norm: the plan covers {plan.rows} rows but the input has {x.shape[0]}.")
+    if plan is not None and x.shape[0] != plan.scatter.shape[0]:
+        raise UserError(
+            f"task_balanced_batch_norm: the plan covers {plan.scatter.shape[0]} rows but the input has {x.shape[0]}."
+        )
     if not torch.compiler.is_compiling():  # a compiler fuses the reference with its neighbours
         backend = _find_backend()(x, running_mean, running_var, weight, bias, plan)
         if backend is not None:
@@ -96,6 +98,8 @@ def task_balanced_batch_norm(
         num_batches_tracked.add_(1)
     if plan is None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, True, float(momentum), eps)
+    if torch.jit.is_tracing():
+        raise UserError("torch.jit.trace would keep the layout of one batch; trace the model in eval mode.")
     plan = plan.to(x.device, statistics_dtype(x))
     if isinstance(plan, RankPlan):
         y, mean, var, plan = synchronised(x, weight, bias, plan, eps)
@@ -134,7 +138,9 @@ def update_average(running: Tensor, value: Tensor, momentum: float | Tensor) -> 
     """Exponential moving average in place, computed in the type of ``value``."""
     if isinstance(momentum, Tensor):
         momentum = momentum.to(value.dtype)
-    if running.dtype == value.dtype:
+    if torch._C._are_functorch_transforms_active():  # torch.func.vmap has no rule for lerp
+        running.add_((value - running) * momentum)
+    elif running.dtype == value.dtype:
         running.lerp_(value, momentum)
     else:
         running.copy_(running.to(value.dtype).lerp_(value, momentum))

@@ -10,14 +10,18 @@ share statistics. ``balance`` gives every layer the layout; the layer turns it i
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from copy import deepcopy
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.errors import UserError
+from tbbn.nn.active import Forward, find, may_be_repeated, recomputed_layout, recomputing
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
 from tbbn.nn.plan import RULES, Layout, Plan, PlanOptions
 from tbbn.nn.sync import RankLayout, ranks_in, unbalanced_plan
@@ -32,39 +36,60 @@ class BalancedNorm(_BatchNorm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._layout: Layout | None = None
-        self._prepared: Any = None  # prepare(self._layout)
-        self._last_layout: Layout | None = None  # of the last training forward, for activation checkpointing
+        self._forwards: deque[Forward] = deque(maxlen=8)  # the last that checkpointing may repeat
+        self._warns: bool | None = None  # of a training forward outside ``balance``; False: it has
 
     def prepare(self, layout: Layout) -> Any:
         """What the forward needs of ``layout``, made once when the block is entered. Raises if the layer cannot take it."""
         raise NotImplementedError
 
-    def set_layout(self, layout: Layout | None, prepared: Any) -> None:
-        self._layout, self._prepared = layout, prepared
-
-    def layout_of(self, x: Tensor) -> Layout | None:
-        """The layout for this training forward, checked against the batch; None outside ``balance``."""
-        layout = self._layout
-        if not torch.compiler.is_compiling():
-            # Activation checkpointing repeats the forward during backward, usually after the block has ended.
-            if layout is None and recomputing():
-                layout = self._last_layout
-            else:
-                self.__dict__["_last_layout"] = layout  # bypasses Module.__setattr__, which is slow
+    def find_layout(self, x: Tensor) -> tuple[Layout | None, Any]:
+        """The layout for this training forward, and what :meth:`prepare` made of it; None and None outside ``balance``."""
+        block = find(self)
+        layout, prepared = (None, None) if block is None else (block.layout, block.prepared[self])
+        if torch.compiler.is_compiling():
+            return layout, prepared  # row counts are checked by the plan's shape: numbers would be compiled in
+        if recomputing():
+            layout = recomputed_layout(type(self).__name__, list(self._forwards), x)
+            prepared = None if layout is None else self.prepare(layout)
+        elif may_be_repeated():
+            self._forwards.append(Forward.of(layout, x))
+        if layout is None and self._warns:
+            self._warn()
         if layout is not None and x.shape[0] != layout.rows:
             raise UserError(
                 f"{type(self).__name__}: the layout covers {layout.current} + {layout.memory} = {layout.rows} rows but the "
                 f"input has {x.shape[0]}; call tbbn.balance with the counts of the batch being forwarded."
             )
-        return layout
+        return layout, prepared
 
-    def prepared(self, layout: Layout) -> Any:
-        return self._prepared if layout is self._layout else self.prepare(layout)
+    def warn_outside(self) -> None:
+        """Warn of the first training forward outside ``balance``, once: the model has been used inside."""
+        if self._warns is None:
+            self._warns = True
+
+    def _warn(self) -> None:
+        self._warns = False
+        warnings.warn(
+            "A training forward outside tbbn.balance took the statistics of plain batch norm. If that is meant, "
+            "use tbbn.balance(model, current=rows, memory=0, past_tasks=0).",
+            stacklevel=2,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle made inside the block does not keep the layout.
-        return {**vars(self), "_layout": None, "_prepared": None, "_last_layout": None}
+        return {**vars(self), "_forwards": deque(maxlen=8), "_warns": None}
+
+    def __prepare_scriptable__(self) -> Any:
+        raise UserError(
+            f"torch.jit.script: {type(self).__name__} cannot be scripted; script tbbn.revert(model), or use torch.compile."
+        )
+
+    def _replicate_for_data_parallel(self) -> Any:
+        if find(self) is not None:
+            raise UserError(
+                "balance: nn.DataParallel cuts the batch, so the layout fits no part of it; use DistributedDataParallel."
+            )
+        return super()._replicate_for_data_parallel()
 
 
 class PlannedNorm(BalancedNorm):
@@ -106,6 +131,8 @@ class PlannedNorm(BalancedNorm):
         self.sync, self.process_group = sync, process_group
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return as_leaf(self, x)
         if not self.training:
             return super().forward(x)  # batch norm by the running statistics
         plan = self.plan_of(x)
@@ -116,12 +143,10 @@ class PlannedNorm(BalancedNorm):
     def plan_of(self, x: Tensor) -> Plan | None:
         """The plan for this training forward; None: nothing to balance."""
         self._check_input_dim(x)
-        layout = self.layout_of(x)
-        if layout is not None:
-            return self.prepared(layout)
-        if self.sync and ranks_in(self.process_group) > 1:
+        layout, plan = self.find_layout(x)
+        if layout is None and self.sync and ranks_in(self.process_group) > 1:
             return unbalanced_plan(x.shape[0], self.process_group, x.device, statistics_dtype(x))
-        return None
+        return plan
 
     def prepare(self, layout: Layout) -> Plan | None:
         tensor = self.weight if self.weight is not None else self.running_mean
@@ -130,7 +155,7 @@ class PlannedNorm(BalancedNorm):
                 (torch.device("cpu"), torch.float64) if tensor is None else (tensor.device, statistics_dtype(tensor))
             )
             return layout.rank_plan(self.process_group, self.options, *where)
-        if tensor is None:
+        if tensor is None or tensor.is_meta:  # meta: functional_call may bring the weights
             return layout.plan(self.options)
         return layout.plan(self.options, tensor.device, statistics_dtype(tensor))
 
@@ -173,9 +198,10 @@ def arguments(norm: _BatchNorm, x: Tensor, plan: Plan | None) -> tuple[Any, ...]
     return x, mean, var, norm.weight, norm.bias, plan, 0.0 if momentum is None else momentum, norm.eps, batches
 
 
-def recomputing() -> bool:
-    """Whether activation checkpointing is repeating this forward: it runs inside a backward pass."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+def as_leaf(layer: Any, x: Proxy) -> Any:
+    """A call of ``layer`` in a graph of ``torch.fx``, which would otherwise look into its forward."""
+    tracer: Any = x.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), (x,), {})
 
 
 class TaskBalancedBatchNorm1d(PlannedNorm, nn.BatchNorm1d):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tbbn.errors import UserError, unknown_name
 
+_MISSING = object()
 RULES = ("paper", "current", "uneven")
 _MOST = 2**31  # rows of a batch, or tasks: no device holds more, and searching divisors takes time
 
@@ -79,6 +80,12 @@ class Layout:
     def rows(self) -> int:
         return self.current + self.memory
 
+    def key(self) -> tuple[Any, ...]:
+        """Equal for layouts of the same rows."""
+        mask = None if self.is_memory is None else tuple(self.is_memory.tolist())
+        known = type(self) is Layout and self.task_ids is None  # else the same object only
+        return self.current, self.memory, self.past_tasks, mask, None if known else id(self)
+
     def memory_mask(self) -> Tensor:  # (B,) bool
         if self.is_memory is not None:
             return self.is_memory
@@ -99,14 +106,17 @@ class Layout:
 
         From ``task_ids`` on a device it is computed there, without a host sync: a captured CUDA graph can contain it.
         """
-        return self._cached((device, dtype), lambda: _membership(self).to(device, dtype))
+        return self._cached((device, dtype), lambda: _membership(self).to(dtype).to(device))
 
     def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        if torch.compiler.is_compiling():  # filling a cache while tracing would cause a recompilation
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # tracing, or fake tensors
             return make()
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
+        found = self._cache.get(key, _MISSING)
+        if found is _MISSING:
+            found = make()
+            if not torch._C._are_functorch_transforms_active():  # torch.func: tensors that end with the transform
+                self._cache[key] = found
+        return found
 
 
 def make_layout(
@@ -175,9 +185,18 @@ class Plan:
             return self
         found = self._moved.get((device, dtype))
         if found is None:
-            matrices: dict[str, Any] = {k: v.to(device, dtype) for k, v in vars(self).items() if isinstance(v, Tensor)}
-            found = replace(self, **{**matrices, "anchor": self.anchor.to(device)})
-            if not torch.compiler.is_compiling():
+            # First the type, then the device: some have no float64.
+            tensors: dict[str, Any] = {
+                k: (v.to(dtype) if v.is_floating_point() else v).to(device)
+                for k, v in vars(self).items()
+                if isinstance(v, Tensor)
+            }
+            found = replace(self, **tensors)
+            if not (
+                torch.compiler.is_compiling()
+                or torch._C._len_torch_dispatch_stack()
+                or torch._C._are_functorch_transforms_active()
+            ):
                 self._moved[device, dtype] = found
         return found
 

@@ -44,6 +44,13 @@ class TrainingForward:
         ):
             return call(batch.images)
 
+    def mixed(self, network: Network, batch: Batch, call: Callable[[Tensor], Output]) -> Output:
+        """Forward a batch whose rows are not known as current or memory: plain batch norm."""
+        if not self.takes_layout:
+            return call(batch.images)
+        with balance(network, current=len(batch.images), memory=0, past_tasks=0):
+            return call(batch.images)
+
 
 def _joined(first: Output, second: Output) -> Output:
     """The outputs of two parts of a batch as one."""

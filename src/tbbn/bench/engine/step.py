@@ -113,7 +113,7 @@ class Step:
         if self.working is not None:
             self.working.refresh()
             call = self.working
-        return self.forward(self.network, batch, call) if self.spec.has_layout else call(batch.images)
+        return (self.forward if self.spec.has_layout else self.forward.mixed)(self.network, batch, call)
 
 
 def read_totals(steps: Iterable[Step]) -> dict[str, float]:

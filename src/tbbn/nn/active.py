@@ -1,0 +1,145 @@
+"""Which blocks of ``tbbn.balance`` are entered here: what a layer asks for the layout of its batch.
+
+Every thread and every asyncio task has blocks of its own, so none sees the layout of another. Blocks may be left in any order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tbbn.errors import UserError
+from tbbn.nn.plan import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One entered ``balance`` block: the layout, and what each layer has made of it."""
+
+    owner: object
+    layout: Layout
+    prepared: Mapping[Any, Any]  # by layer
+
+
+_entered: ContextVar[tuple[Block, ...]] = ContextVar("tbbn.balance", default=())
+
+
+class _Thread(threading.local):
+    """The blocks of this thread. ``torch.compile`` can read a thread's attributes but no context variable."""
+
+    def __init__(self) -> None:
+        self.entered: tuple[Block, ...] = ()
+        self.compiled: tuple[Block, ...] = ()  # those entered in compiled code
+
+
+_thread = _Thread()
+
+
+def enter(block: Block) -> None:
+    _thread.entered = (*_thread.entered, block)
+    if torch.compiler.is_compiling():
+        _thread.compiled = (*_thread.compiled, block)
+    else:
+        _entered.set((*_entered.get(), block))
+
+
+def leave(owner: object) -> None:
+    """Leave the block that ``owner`` has entered last."""
+    _thread.entered = _without(_thread.entered, owner)
+    if _thread.compiled:
+        _thread.compiled = _without(_thread.compiled, owner)
+    if not torch.compiler.is_compiling():
+        _entered.set(_without(_entered.get(), owner))
+
+
+def _without(blocks: tuple[Block, ...], owner: object) -> tuple[Block, ...]:
+    for i in range(len(blocks) - 1, -1, -1):
+        if blocks[i].owner is owner:
+            return blocks[:i] + blocks[i + 1 :]
+    return blocks
+
+
+def find(layer: nn.Module) -> Block | None:
+    """The innermost block that gives ``layer`` a layout."""
+    blocks = _thread.entered if torch.compiler.is_compiling() else _entered.get() or _thread.compiled
+    for block in reversed(blocks):
+        if layer in block.prepared:
+            return block
+    return None
+
+
+# -- activation checkpointing repeats a forward during backward, usually after its block has ended
+
+
+def recomputing() -> bool:
+    """Whether activation checkpointing is repeating this forward: it runs inside a backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+_saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True)
+
+
+def may_be_repeated() -> bool:
+    """Whether checkpointing may be running this forward: it does without gradients or with hooks on what is saved."""
+    return not torch.is_grad_enabled() or _saving_hooks(False) is not None
+
+
+@dataclass(eq=False)
+class Forward:
+    """A training forward of a layer: its layout, and a pixel of its last row, by which a repetition is recognised."""
+
+    layout: Layout | None
+    pixel: Tensor | None  # (C,)
+    repeated: bool = False
+
+    @classmethod
+    def of(cls, layout: Layout | None, x: Tensor) -> Forward:
+        if (
+            torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack()
+            or torch.jit.is_tracing()
+            or not x.shape[0]
+            or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
+            return cls(layout, None)
+        return cls(layout, _pixel(x).clone())
+
+
+def _pixel(x: Tensor) -> Tensor:
+    row = x.detach()[-1]
+    while row.dim() > 1:
+        row = row[..., row.shape[-1] // 2]
+    return row
+
+
+def recomputed_layout(layer: str, forwards: list[Forward], x: Tensor) -> Layout | None:
+    """The layout of the forward that is being repeated with input ``x``."""
+    if _layouts(forwards) > 1:
+        forwards = [f for f in forwards if f.pixel is not None and _is_close(f.pixel, _pixel(x))]
+        if _layouts(forwards) > 1:  # the same input with several layouts: it is not one whose backward has run
+            forwards = [f for f in forwards if not f.repeated]
+        if _layouts(forwards) != 1:
+            raise UserError(
+                f"{layer}: activation checkpointing repeats a forward, and several layouts were used since; "
+                "call backward after each block of tbbn.balance."
+            )
+    for forward in forwards:
+        forward.repeated = True
+    return forwards[-1].layout if forwards else None
+
+
+def _layouts(forwards: list[Forward]) -> int:
+    return len({None if f.layout is None else f.layout.key() for f in forwards})
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Equal but for rounding: a repetition on a GPU may choose another algorithm."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool((a - b).float().norm() <= 0.02 * b.float().norm())

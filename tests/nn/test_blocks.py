@@ -1,0 +1,209 @@
+"""Blocks of ``balance`` in threads and asyncio tasks, left out of order, and repeated by checkpointing."""
+
+import asyncio
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import replicate
+from torch.utils.checkpoint import checkpoint
+
+import tbbn
+from tbbn.errors import UserError
+
+EIGHT, SIX = {"current": 8, "memory": 4, "past_tasks": 2}, {"current": 6, "memory": 6, "past_tasks": 3}
+OUTSIDE = "A training forward outside tbbn.balance"
+quiet = pytest.mark.filterwarnings(f"ignore:{OUTSIDE}")
+
+
+def network(norm="tbbn", **options):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)]
+    return tbbn.convert(nn.Sequential(*layers), norm, **options).double()
+
+
+def images(seed=1, n=12):
+    return torch.randn(n, 2, 4, 4, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def alone(layout, seed=1, norm="tbbn"):
+    """The output of a fresh network whose block is the only one."""
+    model = network(norm)
+    if layout is None:
+        return model(images(seed))
+    with tbbn.balance(model, **layout):
+        return model(images(seed))
+
+
+# -- threads and tasks
+
+
+def test_threads_have_layouts_of_their_own():
+    model, entered = network(), threading.Barrier(2, timeout=20)
+
+    def train(layout, seed):
+        with tbbn.balance(model, **layout):
+            entered.wait()  # both threads are inside
+            y = model(images(seed))
+            entered.wait()
+        return y
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(train, EIGHT, 1), pool.submit(train, SIX, 2)
+        torch.testing.assert_close(first.result(), alone(EIGHT, 1))
+        torch.testing.assert_close(second.result(), alone(SIX, 2))
+    assert len(model.eval()(images(n=5))) == 5
+
+
+@quiet
+def test_a_second_thread_does_not_see_the_layout_of_the_first():
+    model = network()
+    with tbbn.balance(model, **EIGHT), ThreadPoolExecutor(1) as pool:
+        torch.testing.assert_close(pool.submit(model, images()).result(), alone(None))
+        torch.testing.assert_close(model(images()), alone(EIGHT))
+
+
+def test_asyncio_tasks_have_layouts_of_their_own():
+    model = network()
+
+    async def train(layout, seed):
+        with tbbn.balance(model, **layout):
+            await asyncio.sleep(0)  # the other task enters its block
+            y = model(images(seed))
+            await asyncio.sleep(0)
+        return y
+
+    async def both():
+        return await asyncio.gather(train(EIGHT, 1), train(SIX, 2))
+
+    first, second = asyncio.run(both())
+    torch.testing.assert_close(first, alone(EIGHT, 1))
+    torch.testing.assert_close(second, alone(SIX, 2))
+
+
+def test_one_block_object_serves_several_threads():
+    model = network()
+    block = tbbn.balance(model, **EIGHT)
+
+    def train():
+        for _ in range(20):
+            with block, block:
+                model(images())
+        with block:
+            return model(images())
+
+    with ThreadPoolExecutor(4) as pool:
+        for y in [pool.submit(train) for _ in range(4)]:
+            torch.testing.assert_close(y.result(), alone(EIGHT))
+
+
+@quiet
+def test_blocks_may_be_left_out_of_order():
+    model = network()
+    first, second = tbbn.balance(model, **EIGHT), tbbn.balance(model, **SIX)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    torch.testing.assert_close(model(images()), alone(SIX))
+    second.__exit__(None, None, None)
+    torch.testing.assert_close(model(images()), alone(None))
+
+
+def test_data_parallel_is_refused_and_replicas_have_layouts_of_their_own():
+    layer = tbbn.TaskBalancedBatchNorm2d(2).double()
+    with tbbn.balance(layer, **EIGHT), pytest.raises(UserError, match=r"nn.DataParallel cuts the batch"):
+        layer._replicate_for_data_parallel()
+    assert replicate  # it calls the method above for every module
+    copies = [copy.deepcopy(layer) for _ in range(2)]
+    with tbbn.balance(copies[0], **EIGHT), tbbn.balance(copies[1], **SIX):
+        torch.testing.assert_close(copies[0](images()), _single(EIGHT))
+        torch.testing.assert_close(copies[1](images()), _single(SIX))
+
+
+def _single(layout):
+    layer = tbbn.TaskBalancedBatchNorm2d(2).double()
+    with tbbn.balance(layer, **layout):
+        return layer(images())
+
+
+# -- the warning
+
+
+def test_a_training_forward_outside_warns_once_and_only_after_a_block():
+    model = network()
+    model(images())  # never balanced so far: it may be an ordinary model
+    with tbbn.balance(model, **EIGHT):
+        model(images())
+    model.eval()(images())
+    with pytest.warns(UserWarning, match=OUTSIDE) as seen:
+        model.train()(images())
+    assert len(seen) == 1  # not one a layer
+    with tbbn.balance(model, **EIGHT):
+        model(images())
+    model(images())
+    other = copy.deepcopy(model)
+    other(images())
+
+
+def test_a_block_without_memory_says_that_plain_batch_norm_is_meant():
+    model = network()
+    with tbbn.balance(model, **EIGHT):
+        model(images())
+    with tbbn.balance(model, current=12, memory=0, past_tasks=0):
+        torch.testing.assert_close(model(images()), alone(None))
+
+
+# -- checkpointing: a forward is repeated with the layout it had
+
+
+def checkpointed(model, x, use_reentrant):
+    return checkpoint(model, x, use_reentrant=use_reentrant)
+
+
+@quiet
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("norm", ["tbbn", "adab2n"])
+def test_two_layouts_before_one_backward(norm, use_reentrant):
+    found = []
+    for recompute in (False, True):
+        model, first, second = network(norm), images(1).requires_grad_(), images(2).requires_grad_()
+        call = (lambda x, m=model: checkpointed(m, x, use_reentrant)) if recompute else model
+        total = 0
+        for layout, x in ((EIGHT, first), (SIX, second), (EIGHT, first + 1), (None, second - 1)):
+            if layout is None:
+                total = total + call(x).pow(2).sum()
+                continue
+            with tbbn.balance(model, **layout):
+                total = total + call(x).pow(2).sum()
+        with tbbn.balance(model, **SIX):  # not the layout of what is repeated
+            total.backward()
+        found.append([first.grad, second.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_two_layouts_of_the_same_images_are_refused(use_reentrant):
+    model, x = network(), images().requires_grad_()
+    total = 0
+    for layout in (EIGHT, SIX):
+        with tbbn.balance(model, **layout):
+            total = total + checkpointed(model, x, use_reentrant).pow(2).sum()
+    with pytest.raises(UserError, match=r"several layouts were used since; call backward after each block"):
+        total.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_several_layouts_of_the_same_images_with_a_backward_each(use_reentrant):
+    found = []
+    for recompute in (False, True):
+        model, x = network(), images().requires_grad_()
+        for layout in (EIGHT, SIX, EIGHT, {"is_memory": torch.arange(12) % 3 == 0, "past_tasks": 2}):
+            with tbbn.balance(model, **layout):
+                y = checkpointed(model, x, use_reentrant) if recompute else model(x)
+            y.pow(2).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
