@@ -43,6 +43,7 @@ def network():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(2), nn.BatchNorm1d(4))
 
 
+@pytest.mark.filterwarnings("ignore:A training forward outside")
 def test_without_other_processes_nothing_changes():
     synced, single = tbbn.convert(network(), sync=True), tbbn.convert(network())
     x = torch.randn(16, 3, 6, 6)
