@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tbbn.bench import files
 from tbbn.bench.engine import Stepped
 from tbbn.bench.engine.record import Record
 from tbbn.bench.runs import sweep
@@ -153,6 +155,20 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path: Path, monkeypatch: pyt
 def test_a_user_error_ends_the_sweep(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"4 classes do not divide into 3 equal tasks"):
         run_all(pending(tmp_path, seeds=(0, 1), data__tasks=3))
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_full_disk_does_not_end_the_other_runs(lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = files.atomic_writer
+
+    def full(path: Path) -> Any:
+        if path.parent.name == "ft-bn-0":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return real(path)
+
+    monkeypatch.setattr(files, "atomic_writer", full)
+    records = run_all(pending(tmp_path, seeds=(0, 1)), lanes=lanes)
+    assert [record.status for record in records] == ["failed", "finished"] and "No space left" in records[0].message
 
 
 # The recipe of a sweep.

@@ -12,7 +12,8 @@ import random
 import re
 import shutil
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,17 @@ def draw(dice: random.Random, world: World) -> Step:
     if kind == "second":
         scope = dice.choice(("files", "all"))
         pause = [scope, int(world.lines[scope] * dice.random())]
+        first = _draw_training(dice)
         other = _draw_reading(dice) if dice.random() < 0.3 else _draw_training(dice)
-        then = dice.choice(("continue", "kill"))
-        return {"do": "second", "first": _draw_training(dice), "pause": pause, "other": other, "then": then}
+        if dice.random() < 0.5:  # in the same folder, and if it can, with another run
+            other = {**first, "seed": dice.choice(SEEDS), "overwrite": dice.random() < 0.5}
+        return {
+            "do": "second",
+            "first": first,
+            "pause": pause,
+            "other": other,
+            "then": dice.choice(("continue", "kill")),
+        }
     step = _draw_training(dice) if kind == "train" else _draw_reading(dice)
     if dice.random() < (0.65 if kind == "train" else 0.3):
         step["fault"] = _draw_fault(dice, world, small=kind == "read")
@@ -88,27 +97,31 @@ NUMBERS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "ctrl-c": signal.SIGI
 
 def do(world: World, step: Step) -> bool:
     """Do a step and check everything; False if there was nothing to do."""
-    before = {folder: world.known(Path(folder)) for folder in FOLDERS}
     if step["do"] == "damage":
         if not _damage(world, step):
             return False
         for folder in FOLDERS:
             world.check(Path(folder))
-        return True
-    if step["do"] == "second":
+    elif step["do"] == "second":
         _second(world, step)
-        commands = [step["first"], step["other"]]
     else:
-        must = "fault" not in step and _must_succeed(world, step)
-        ended = _with_fault(world, words_of(step), step.get("fault"))
-        check_outcome(world, step, ended, step.get("fault"))
-        if must and ended.code:
-            raise Broken(f"refused: nothing is in the way, but: {ended.code} {ended.err}")
-        commands = [step]
-    for folder, old in before.items():
-        replacing = {seed for one in commands if one.get("overwrite") for seed in _seeds(one, folder)}
-        _check_kept(folder, old, world.check(Path(folder)), replacing)
+        with _kept(world, step):
+            must = "fault" not in step and _must_succeed(world, step)
+            ended = _with_fault(world, words_of(step), step.get("fault"))
+            check_outcome(world, step, ended, step.get("fault"))
+            if must and ended.code:
+                raise Broken(f"refused: nothing is in the way, but: {ended.code} {ended.err}")
     return True
+
+
+@contextmanager
+def _kept(world: World, step: Step) -> Iterator[None]:
+    """Check that the folders know at its end what they knew before, or what the command has put in its place."""
+    before = {folder: world.check(Path(folder)) for folder in FOLDERS}
+    yield
+    for folder, old in before.items():
+        replacing = _seeds(step, folder) if step.get("overwrite") else []
+        _check_kept(folder, old, world.check(Path(folder)), replacing)
 
 
 def words_of(step: Step) -> list[str]:
@@ -141,20 +154,24 @@ def _with_fault(world: World, words: list[str], fault: Step | None) -> Ended:
 
 def _second(world: World, step: Step) -> None:
     """Hold a process somewhere in its work, let another one work to its end, and then let the first go on, or kill it."""
-    scope, lines = step["pause"]
-    first = Child(words_of(step["first"]), Fault(scope, ((lines, signal.SIGSTOP),)))
-    is_held = first.stopped()
-    if not is_held:
-        check_outcome(world, step["first"], first.ended(), None)
+    (scope, lines), first, other = step["pause"], step["first"], step["other"]
+    child = Child(words_of(first), Fault(scope, ((lines, signal.SIGSTOP),)))
     try:
-        other = command(words_of(step["other"]))
-    finally:
+        with _kept(world, first):
+            is_held = child.stopped()
+            if not is_held:
+                check_outcome(world, first, child.ended(), None)
+        with _kept(world, other):
+            check_outcome(world, other, command(words_of(other)), None)
+    except BaseException:
         if is_held:
-            first.send(signal.SIGCONT if step["then"] == "continue" else signal.SIGKILL)
-            ended = first.ended()
-    check_outcome(world, step["other"], other, None)
+            child.send(signal.SIGKILL)
+            child.ended()
+        raise
     if is_held:
-        check_outcome(world, step["first"], ended, {"kind": "kill"} if step["then"] == "kill" else None)
+        with _kept(world, first):
+            child.send(signal.SIGCONT if step["then"] == "continue" else signal.SIGKILL)
+            check_outcome(world, first, child.ended(), {"kind": "kill"} if step["then"] == "kill" else None)
 
 
 def _damage(world: World, step: Step) -> bool:

@@ -1,4 +1,4 @@
-"""Commands in random order, disturbed in every way a machine and its users know: see `machine.py`."""
+"""Commands in random order, disturbed by signals, full disks, other processes and damage: see `machine.py`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-MACHINE = Path(__file__).with_name("machine.py")
+HERE = Path(__file__).parent
 
 
-def machine(*words: str) -> dict[str, Any]:
+def program(name: str, *words: str) -> dict[str, Any]:
+    """The result of a program in this folder. It forks, so it needs a process without pytest's threads."""
     done = subprocess.run(
-        [sys.executable, str(MACHINE), *words],
+        [sys.executable, str(HERE / name), *words],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -29,7 +30,7 @@ def machine(*words: str) -> dict[str, Any]:
 
 
 def test_no_order_of_commands_and_faults_breaks_a_promise() -> None:
-    found = machine("--seed", "0", "--steps", "100")
+    found = program("machine.py", "--seed", "0", "--steps", "100")
     assert found["broken"] is None, explained(found)
     assert found["steps"] >= 100
 
@@ -38,11 +39,20 @@ def test_no_order_of_commands_and_faults_breaks_a_promise() -> None:
 @pytest.mark.parametrize("part", range(8))
 def test_thousands_of_other_steps_do_not_either(part: int) -> None:
     seed = secrets.randbelow(10**9)
-    found = machine("--seed", str(seed), "--steps", "500", *(["--draw"] if part == 0 else []))
+    found = program("machine.py", "--seed", str(seed), "--steps", "500", *(["--draw"] if part == 0 else []))
     assert found["broken"] is None, explained(found)
 
 
 def explained(found: dict[str, Any]) -> str:
-    return (
-        f"{found['broken']}\nseed {found['seed']}; to replay: python {MACHINE} --replay '{json.dumps(found['replay'])}'"
+    steps = json.dumps(found["replay"])
+    return f"{found['broken']}\nseed {found['seed']}; to replay: python {HERE / 'machine.py'} --replay '{steps}'"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", ["report", "pack"])
+def test_a_signal_at_any_line_of_a_report_or_a_pack_leaves_nothing_half_done(command: str) -> None:
+    found = program("signals.py", command, "60")
+    assert sum(found.values()) == 60
+    assert (
+        found["died of SIGKILL"] == 20 and found["interrupted"] + found["died of SIGTERM"] + found.get("done", 0) == 40
     )

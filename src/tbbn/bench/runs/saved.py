@@ -68,7 +68,7 @@ def run_lanes_saved(
 
 def save_failure(record: Record, directory: Path) -> None:
     """Leave the record of a run that failed before it began. A folder that holds a run, or is locked, stays as it is."""
-    with suppress(UserError), locked(directory):
+    with suppress(UserError, OSError), locked(directory):  # on a full disk, the other runs go on
         if is_blank(directory):
             save_record(record, directory)
 
