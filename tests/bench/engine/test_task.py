@@ -228,3 +228,26 @@ def test_a_phase_on_exemplars_has_new_classes_among_them(trained: list[Trained])
         rows = torch.cat([s.index for s in trained if s.loss == "finetune_loss" and s.spec.past_tasks == task])
         counts = Counter(run.scenario.train_labels[rows.unique()].tolist())
         assert counts == dict.fromkeys(range(2 * task + 2), 12 // (2 * task + 2))
+
+
+def test_afc_s_importance_pass_moves_only_running_statistics_and_only_where_asked() -> None:
+    """After one task: the weights are the same, the running statistics have seen one more epoch of batches."""
+    copied, moved = (
+        finish(
+            tiny(method__name="afc", method__importance_moves_statistics=moves, data__stop_after=1, norm__name="tbbn")
+        )
+        for moves in (False, True)
+    )
+    here, there = copied.network.state_dict(), moved.network.state_dict()
+    statistics = {key for key in here if key.endswith(("running_mean", "running_var", "num_batches_tracked"))}
+    assert statistics and {key for key in here if not torch.equal(here[key], there[key])} == statistics
+    steps = {int(there[key] - here[key]) for key in statistics if key.endswith("tracked")}
+    assert steps == {3}  # 24 images in batches of 8
+
+
+def test_the_mirror_image_of_a_row_is_forwarded_where_a_method_asks_for_it() -> None:
+    run = finish(tiny(data__stop_after=1))
+    context, rows = run._context(run.scenario.tasks[0]), run.scenario.tasks[0].train[:5]
+    plain = context.outputs(rows, flip=True).features
+    run.train_data.images[rows] = run.train_data.images[rows].flip(3)
+    torch.testing.assert_close(context.outputs(rows).features, plain, rtol=0, atol=0)

@@ -32,9 +32,7 @@ from tbbn.registry import register_method
 @dataclass(frozen=True)
 class Lucir(Method):
     needs_previous = True  # ``loss`` gets the previous network's output
-    last_relu = (
-        False  # the backbone pools its last map without a ReLU, so features may be negative and cosines span [-1, 1]
-    )
+    last_relu = False  # no ReLU before the pooling: features may be negative, so cosines span [-1, 1]
 
     less_forget: float = option(5.0, "weight of the feature distillation", least=0)
     ranking: float = option(1.0, "weight of the margin ranking", least=0)

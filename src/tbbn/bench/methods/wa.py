@@ -2,6 +2,9 @@
 
 L = (1 - l) CE + l * KD, l = C_old / C_all. KD is the cross-entropy of all old logits with the teacher's, at temperature T.
 Then w_new <- w_new * mean |w_old| / mean |w_new|; biases stay.
+
+The rule is published for new weights that are longer than old ones, as they are after long training on few exemplars. After a
+short training they are shorter. Then the rule lengthens them, and past classes are predicted as new ones.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return state, tensors
 
 
-def split(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def section(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names start with ``prefix.``, without it."""
     start = prefix + "."
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

@@ -97,7 +97,7 @@ def _stored_weights(directory: Path, task: int) -> dict[str, Tensor] | None:
         except UserError:
             continue
         if Position(**found["position"]) == Position(task + 1):
-            return checkpoint.split(tensors, "network")
+            return checkpoint.section(tensors, "network")
     return None
 
 

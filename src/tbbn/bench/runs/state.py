@@ -113,14 +113,14 @@ def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where
     run.record = record_from(values["record"], where)
     if here not in (run.record.environment, *run.record.resumed):
         run.record.resumed.append(here)
-    run.record.predictions = checkpoint.split(tensors, "predictions")
+    run.record.predictions = checkpoint.section(tensors, "predictions")
     run.network.restore(_on(run.device, tensors, "network"), values["task_sizes"])
     if values["previous_task_sizes"] is not None:
         previous = run.make_network()
         weights = "network" if _is_between_tasks(run) else "previous"
         previous.restore(_on(run.device, tensors, weights), values["previous_task_sizes"])
         run.previous = previous.teacher()
-    run.memory.load_state_dict(checkpoint.split(tensors, "memory"))
+    run.memory.load_state_dict(checkpoint.section(tensors, "memory"))
     if values["best"] is not None:
         run.best = BestEpoch(values["best"], _on(run.device, tensors, "best"))
     if (rows := values["rows"]) is not None:
@@ -147,4 +147,4 @@ def _check(run: Run, tensors: dict[str, Tensor]) -> None:
 
 
 def _on(device: torch.device, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in checkpoint.split(tensors, prefix).items()}
+    return {name: tensor.to(device) for name, tensor in checkpoint.section(tensors, prefix).items()}

@@ -70,14 +70,14 @@ def _problem(
             return f"its {key} differs from the record's, first in entry {first + 1}."
     if problem := _position_problem(position, own, values["totals"]):
         return problem
-    for key, tensor in checkpoint.split(tensors, "predictions").items():
+    for key, tensor in checkpoint.section(tensors, "predictions").items():
         if key in predictions and not torch.equal(tensor, predictions[key]):
             return f"its predictions differ from those of the run, in {key}."
     if list(values["task_sizes"]) != own.task_sizes[: n if is_between else n + 1]:
         return f"its network has tasks of {values['task_sizes']} classes, the record of {own.task_sizes}."
     if len(tensors["memory.index"]) != (own.exemplars[n - 1] if n else 0):
         return f"its memory has {len(tensors['memory.index'])} rows, the record {own.exemplars[n - 1] if n else 0}."
-    weights = checkpoint.split(tensors, "network" if is_between else "previous")
+    weights = checkpoint.section(tensors, "network" if is_between else "previous")
     if n and weights and digest(weights) != own.weights[n - 1]:
         return f"its weights are not those of the record after task {n}."
     return ""
@@ -148,7 +148,7 @@ def _evaluation_problem(
         here = {**environment(), "device": device.type}
         test_data = setup.on_device(config, source, scenario, "test", device)
         network = setup.make_network(config, method, source, device)
-        weights = {name: tensor.to(device) for name, tensor in checkpoint.split(state[1], "network").items()}
+        weights = {name: tensor.to(device) for name, tensor in checkpoint.section(state[1], "network").items()}
         network.restore(weights, state[0]["task_sizes"])
         result = evaluate(scenario.tasks[t], config, scenario, method, network.eval(), test_data)
     why = explanation(record, here)

@@ -90,5 +90,5 @@ def load_trained(record: Record, directory: Path) -> TrainedNetwork:
     body = backbone(config.backbone, in_channels=shape[0], last_relu=method.last_relu, image_size=(shape[1], shape[2]))
     convert(body, config.norm.name, **config.norm.dict())
     network = Network(body, method.make_head(body.n_features))
-    network.restore(checkpoint.split(tensors, "network"), state["task_sizes"])
+    network.restore(checkpoint.section(tensors, "network"), state["task_sizes"])
     return trained(record, network)
