@@ -177,7 +177,7 @@ def test_a_recipe_names_its_plugins(tmp_path: Path, capsys: Capture) -> None:
     settings = 'data = "stripes"\nbackbone = "tiny"\n[train]\nepochs = 1\n[memory]\nbudget = 8\n'
     sweep = '[sweep]\nmethods = ["tempered(temperature=3)", "ft"]\nnorms = ["rms", "bn"]\n'
     (tmp_path / "recipe.toml").write_text('plugins = ["mine.py"]\n' + settings + sweep)
-    words = ["run", "recipe.toml", "--data.tasks", "2", "--device", "cpu", "--json", "--quiet"]
+    words = ["run", "recipe.toml", "--data.tasks", "2", "--device", "cpu", "--json", "--quiet", "--name", "recipe"]
     assert main(words) == 0
     entries = json.loads(capsys.readouterr().out)
     assert {e["status"] for e in entries} == {"finished"} and len(entries) == 4

@@ -24,7 +24,7 @@ from tbbn.bench.runs.record import load_record
 def test_one_run_leaves_its_record_its_config_and_a_picture(tmp_path: Path, capsys: Capture) -> None:
     assert main(["run", *TINY, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr()
-    folder = tmp_path / "synthetic_4x12x4x8-ft-bn"
+    folder = tmp_path / "synthetic_4x12x4x8-ft-bn-tasks=2-device=cpu-budget=8-epochs=1-0"
     assert {"accuracy.png", "config.toml", "predictions.safetensors", "record.json"} <= set(files(folder))
     record = load_record(folder)
     assert record.status == "finished" and len(record.accuracy) == 2
@@ -121,7 +121,7 @@ def test_the_command_line_overrides_a_recipe_file(tmp_path: Path, capsys: Captur
     assert main(["run", str(file), "--train.epochs", "1", "--seed", "3", "--out", str(tmp_path), "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert [(e["method"], e["norm"], e["seed"]) for e in entries] == [("er", "bn", 3), ("er", "tbbn", 3)]
-    record = load_record(tmp_path / "mine" / "er-bn-3")
+    record = load_record(tmp_path / "mine-epochs=1" / "er-bn-3")
     assert record.run_config.train.epochs == 1 and len(record.history) == 2
 
 
@@ -222,7 +222,7 @@ def test_a_dry_run_prints_config_layout_and_steps_and_does_nothing(tmp_path: Pat
     # 24 images in batches of 64 (or 48 + 16): one step; r* of 24 + 16 rows is that of a whole batch, 48 + 16.
     assert rows == [["1", "2", "24", "0", "64+0", "1", "1", "1"], ["2", "2", "24", "8", "48+16", "2", "1", "1"]]
     assert "2 training steps (main phases)" in said.out and "the first of 2 runs" in said.out
-    assert said.out.endswith(" Nothing was trained.\n")
+    assert said.out.endswith(" Nothing is there yet, and nothing was trained.\n")
     assert not (tmp_path / "none").exists()
 
 
@@ -238,3 +238,21 @@ def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: py
     assert [t["steps"] for t in forecast["tasks"]] == [70, 124, 124, 124, 124, 124, 126, 125, 124, 128]
     assert [t["splits"] for t in forecast["tasks"]] == [1, 2, 4, 8, 8, 8, 16, 16, 16, 16]
     assert forecast["steps"] == 160 * (70 + 6 * 124 + 126 + 125 + 128) and forecast["runs"] == 1
+
+
+def test_other_settings_get_another_folder_and_a_dry_run_says_what_is_there(tmp_path: Path, capsys: Capture) -> None:
+    words = ["run", *TINY, "--out", str(tmp_path), "--quiet"]
+    for more in ([], ["--train.lr", "0.2"], ["--seed", "1"], ["--seeds", "2"], ["--norm", "gn"]):
+        assert main([*words, *more]) == 0
+    plain = "synthetic_4x12x4x8-ft-bn-tasks=2-device=cpu-budget=8-epochs=1"
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == sorted(
+        [f"{plain}-0", f"{plain}-lr=0.2-0", f"{plain}-1", plain, f"{plain.replace('bn', 'gn')}-0"]
+    )
+    for more, said in (
+        ([], "There are 1 finished and 0 unfinished runs"),
+        (["--train.epochs", "2"], "Nothing is there yet, and nothing was trained."),
+        (["--train.epochs", "2", "--name", f"{plain}-0"], "It would be refused: "),
+    ):
+        capsys.readouterr()
+        assert main([*words, *more, "--dry-run"]) == 0
+        assert said in capsys.readouterr().out.splitlines()[-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from tbbn.bench.cli.common import (
     parse_duration,
     run_folders,
 )
+from tbbn.bench.cli.naming import folder_name
 from tbbn.bench.cli.settings import settings_help
 from tbbn.errors import UserError, printable
 
@@ -96,12 +96,12 @@ def _requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, s
     if args.data:
         given["data.name"] = args.data
     method, norm = (getattr(args, kind) or given.pop(f"{kind}.name", None) for kind in ("method", "norm"))
-    name, layers, axes = args.name, [], Axes()
+    recipe, layers, axes = "", [], Axes()
     if args.recipe or not (given or norm or method or args.seeds):
         path = find_recipe(args.recipe or "demo")
         values, axes = read_recipe(path)
         layers.append((str(path), values))
-        name = name or path.stem
+        recipe = path.stem
     if "seed" in given and args.seeds:
         raise UserError("use either --seed or --seeds: --seed 5 is the seed 5, --seeds 5 the seeds 0 to 4.")
     if args.seeds:
@@ -116,9 +116,7 @@ def _requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, s
         named = [*(layers[0][1].get("plugins", []) if layers else []), *given.get("plugins", ()), *args.plugins]
         given["plugins"] = tuple(dict.fromkeys(named))
     layers.append(("command line", given))
-    if name is None:
-        parts = [given.get("data.name", "digits"), method or "ft", norm or "bn"]
-        name = re.sub(r"[^\w.=+-]+", "_", "-".join(parts).replace(",", "+")).strip("_")
+    name = args.name or folder_name(recipe, method, norm, given, single=axes.n_runs == 1)
     folder = Path(args.out) / name
     if not args.dry_run and not args.yes:
         _ask_if_many(axes.n_runs)
@@ -263,6 +261,23 @@ def _lanes(text: str) -> int | None:
     return int(text)
 
 
+def _what_is_there(runs: list[PendingRun]) -> str:
+    """What the folders of these runs hold already."""
+    from tbbn.bench.runs.pending import finished_record
+    from tbbn.bench.runs.record import RECORD
+
+    there = [run for run in runs if (run.directory / RECORD).exists()]
+    if not there:
+        return "Nothing is there yet, and nothing was trained."
+    try:
+        finished = sum(finished_record(run) is not None for run in there)
+    except UserError as error:
+        return f"It would be refused: {error}"
+    return (
+        f"There are {finished} finished and {len(there) - finished} unfinished runs, which would be kept and resumed."
+    )
+
+
 def _dry_run(runs: list[PendingRun], as_json: bool) -> int:
     from tbbn.bench.engine.forecast import forecast
     from tbbn.bench.report.tables import forecast_table
@@ -278,5 +293,5 @@ def _dry_run(runs: list[PendingRun], as_json: bool) -> int:
     print(forecast_table(entries).render("text"))
     others = f" This is the first of {len(runs)} runs; the others differ in method, norm or seed." if runs[1:] else ""
     print()
-    print(printable(f"{total} training steps (main phases) in {runs[0].directory}.{others} Nothing was trained."))
+    print(printable(f"{total} training steps (main phases) in {runs[0].directory}.{others} {_what_is_there(runs)}"))
     return 0

@@ -1,0 +1,43 @@
+"""The folder of a run or sweep that has no ``--name``: made from what was asked for, so that other settings get another one."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_LEFT_OUT = ("plugins", "data.root", "data.download")  # long, and rarely what tells two runs apart
+_LONGEST = 120  # of a name; a file system takes 255
+
+
+def folder_name(recipe: str, method: str | None, norm: str | None, given: Mapping[str, Any], *, single: bool) -> str:
+    """The recipe's name, or data set, method and norm, then every setting that was given.
+
+    A recipe's methods and norms are in the names of its runs.
+    A single run also has its seed, so that a sweep over seeds has another folder.
+
+    >>> folder_name("", "ft,lucir", "bn", {"data.name": "cifar100", "data.tasks": 6, "data.root": "/x"}, single=False)
+    'cifar100-ft+lucir-bn-tasks=6'
+    >>> folder_name("", None, "tbbn", {}, single=True)
+    'digits-ft-tbbn-0'
+    >>> folder_name("demo", None, None, {"train.epochs": 2}, single=False)
+    'demo-epochs=2'
+    """
+    rest = {key: value for key, value in given.items() if key not in _LEFT_OUT}
+    if recipe:
+        parts = [recipe]
+    else:
+        parts = [str(rest.pop("data.name", "digits")), method or "ft", norm or "bn"]
+    seed = rest.pop("seed", 0)
+    parts += [f"{key.rpartition('.')[2]}={_text(value)}" for key, value in sorted(rest.items())]
+    if single:
+        parts.append(str(seed))
+    name = re.sub(r"[^\w.=+-]+", "_", "-".join(parts).replace(",", "+")).strip("_")
+    if len(name) > _LONGEST:
+        name = f"{name[: _LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return name
+
+
+def _text(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
