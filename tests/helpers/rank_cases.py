@@ -346,7 +346,7 @@ def activation_checkpointing() -> None:
     same_training(wrap, COUNTS["unequal counts"])
 
 
-def compiled(model: nn.Module, **options: object) -> nn.Module:
+def compiled(model: Callable, **options: object) -> Callable:
     torch._dynamo.reset()
     warnings.simplefilter("ignore")  # the compiler causes some of torch's own
     return torch.compile(model, backend="aot_eager", **options)
@@ -356,6 +356,19 @@ def compiled(model: nn.Module, **options: object) -> nn.Module:
 def a_compiled_layer() -> None:
     synced, single = layers(nn.BatchNorm2d(5))
     compare(compiled(synced, fullgraph=True), single, COUNTS["unequal counts"], 4, 3)
+
+
+@nightly
+def a_block_inside_the_compiled_function() -> None:
+    counts, (synced, single) = COUNTS["unequal counts"], layers(nn.BatchNorm2d(5))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with tbbn.balance(synced, **own(counts), past_tasks=3, rank_counts=counts):
+            return synced(x)
+
+    x = random(30, 5, 4, 3)
+    with tbbn.balance(single, **sums(counts), past_tasks=3):
+        close(compiled(step, fullgraph=True)(x[own_rows(counts)]), single(x)[own_rows(counts)])
 
 
 @nightly

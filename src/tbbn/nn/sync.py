@@ -111,23 +111,25 @@ def unbalanced_plan(rows: int, group: Any, device: torch.device, dtype: torch.dt
 
 def _build(layout: RankLayout, group: Any, options: PlanOptions) -> RankPlan:
     """Built on the CPU in double precision from the plan of the whole batch."""
-    rank, counts = dist.get_rank(group), torch.tensor(layout.counts[group], device="cpu")  # (ranks, 2)
-    current, memory = counts.sum(0).tolist()
-    before_current, before_memory = counts[:rank].sum(0).tolist()
+    rank, counts = dist.get_rank(group), layout.counts[group]
+    current, memory = (sum(rows) for rows in zip(*counts, strict=True))
     plan = Layout(current, memory, layout.past_tasks).plan(options) or one_group(current + memory)
+    # Where the current and the memory rows of each rank begin in the whole batch.
+    starts = [(sum(c for c, _ in counts[:k]), current + sum(m for _, m in counts[:k])) for k in range(len(counts))]
+    shares = [
+        plan.gather[:, i : i + c].sum(1) + plan.gather[:, j : j + m].sum(1)
+        for (i, j), (c, m) in zip(starts, counts, strict=True)
+    ]
     is_memory = layout.memory_mask()
     mine = torch.where(
-        is_memory, current + before_memory + is_memory.cumsum(0) - 1, before_current + (~is_memory).cumsum(0) - 1
+        is_memory, starts[rank][1] + is_memory.cumsum(0) - 1, starts[rank][0] + (~is_memory).cumsum(0) - 1
     )
-    ranks = torch.arange(len(counts), device="cpu")
-    owner = torch.cat([ranks.repeat_interleave(counts[:, 0]), ranks.repeat_interleave(counts[:, 1])])
-    shares = torch.stack([plan.gather[:, owner == k].sum(1) for k in range(len(counts))])
     return _rank_plan(
         plan,
         rows=layout.rows,
         gather=plan.gather[:, mine],
         scatter=plan.scatter[mine],
-        shares=shares,
+        shares=torch.stack(shares),
         ranks=len(counts),
         group=group,
     )
