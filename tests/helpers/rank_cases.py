@@ -346,10 +346,10 @@ def activation_checkpointing() -> None:
     same_training(wrap, COUNTS["unequal counts"])
 
 
-def compiled(model: Callable, **options: object) -> Callable:
+def compiled(model: Callable, backend: object = "aot_eager", **options: object) -> Callable:
     torch._dynamo.reset()
     warnings.simplefilter("ignore")  # the compiler causes some of torch's own
-    return torch.compile(model, backend="aot_eager", **options)
+    return torch.compile(model, backend=backend, **options)
 
 
 @case
@@ -369,6 +369,20 @@ def a_block_inside_the_compiled_function() -> None:
     x = random(30, 5, 4, 3)
     with tbbn.balance(single, **sums(counts), past_tasks=3):
         close(compiled(step, fullgraph=True)(x[own_rows(counts)]), single(x)[own_rows(counts)])
+
+
+@nightly
+def a_compiled_layer_takes_counts_that_vary() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
+
+    counter, (synced, single) = CompileCounterWithBackend("aot_eager"), layers(nn.BatchNorm2d(5))
+    call = compiled(synced, backend=counter, fullgraph=True)
+    for step in range(12):
+        counts = [(12 + step, 4 + step % 3), (9 + 2 * step, 5)]
+        rows, x = own_rows(counts), random(sum(map(sum, counts)), 5, 4, 3)
+        with tbbn.balance(single, **sums(counts), past_tasks=3), tbbn.balance(synced, **own(counts), past_tasks=3):
+            close(call(x[rows]), single(x)[rows])
+    assert counter.frame_count == 2  # one for the first count, one for all others
 
 
 @nightly

@@ -156,7 +156,7 @@ def _moments(x: Tensor, plan: RankPlan) -> tuple[Tensor, Tensor, RankPlan]:
     row_mean = rows.mean(dims)  # (B, C)
     row_var = (rows - row_mean.view(shape)).square().mean(dims)
     # Mean squares lose digits where a mean is large against its spread: first subtract the mean of this rank's rows.
-    centre = row_mean.sum(0) / max(1, plan.rows)
+    centre = row_mean.sum(0) / max(1, x.shape[0])
     row_mean = row_mean - centre
     weight = plan.gather.sum(1, keepdim=True)  # (r, 1)
     inside = plan.gather / torch.where(weight > 0, weight, 1)  # a rank may have no row in a group
