@@ -6,6 +6,7 @@ import ast
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -40,8 +41,8 @@ class Mutant:
 def changes(node: ast.AST) -> Iterator[ast.AST]:
     """What may stand in the place of a node."""
     match node:
-        case ast.Compare(left, [operator, *others], comparators) if type(operator) in SWAPS:
-            yield ast.Compare(left, [SWAPS[type(operator)](), *others], comparators)
+        case ast.Compare(left, [comparison, *more], comparators) if type(comparison) in SWAPS:
+            yield ast.Compare(left, [SWAPS[type(comparison)](), *more], comparators)
         case ast.BoolOp(operator, values):
             yield ast.BoolOp(SWAPS[type(operator)](), values)
             yield from values
@@ -118,7 +119,7 @@ def mutants_of(area: str, file: str, source: str) -> Iterator[Mutant]:
         starts.append(starts[-1] + len(line))
     for node in walk(ast.parse(source)):
         for changed in changes(node):
-            target = node.test if isinstance(node, ast.If) else node
+            target: Any = node.test if isinstance(node, ast.If) else node
             text = ast.unparse(ast.fix_missing_locations(changed.test if isinstance(changed, ast.If) else changed))
             if isinstance(changed, ast.expr) and not isinstance(changed, ast.Constant | ast.Slice):
                 text = f"({text})"

@@ -93,7 +93,7 @@ def test_a_whole_number_will_do_for_a_number() -> None:
         ("train.lr", "1", 1),
         ("train.lr", "nan", pytest.approx(float("nan"), nan_ok=True)),
         ("train.milestones", "0.4, 0.8", (0.4, 0.8)),
-        ("quirks", "no-affine,whole-test-batches", ("no-affine", "whole-test-batches")),
+        ("quirks", "no-affine, whole-test-batches ,", ("no-affine", "whole-test-batches")),
         ("quirks", "", ()),
         ("data.online", "True", True),
         ("data.class_order", "3", "3"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tbbn.bench.data.loading import found, load
-from tbbn.bench.data.sources import bundled, official
+from tbbn.bench.data.sources import bundled, contents, official
 from tbbn.errors import UserError
 from tbbn.registry import DATASETS
 
@@ -255,3 +255,21 @@ def test_wrong_names_and_sizes_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="digits: size must be a positive number of pixels, got 0"):
         load("digits", size=0)
     assert bundled.digits().train.images.shape[1] == 1
+
+
+# Mean and standard deviation of the channels, as published.
+STATISTICS = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4866, 0.4409), (0.2009, 0.1984, 0.2023)),
+    "mnist": ((0.1307,), (0.3081,)),
+    "fashion-mnist": ((0.2860,), (0.3530,)),
+    "svhn": ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+    "stl10": ((0.4467, 0.4398, 0.4066), (0.2603, 0.2566, 0.2713)),
+}
+
+
+def test_the_statistics_of_data_sets_are_the_published_ones() -> None:
+    assert {name: entry.stats for name, entry in official.OFFICIAL.items()} == STATISTICS
+    assert contents.IMAGENET_STATS == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    made = load("synthetic:2x2x2x4", "data")
+    assert (made.mean, made.std) == ((0.5, 0.5, 0.5), (0.16, 0.16, 0.16))

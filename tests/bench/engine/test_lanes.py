@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from tinyrun import finish, results, tiny
 
 from tbbn.bench.engine import Event, Stepped, TaskEnded, run_lanes
-from tbbn.bench.engine.events import EpochEnded, Position
+from tbbn.bench.engine.events import EpochEnded, Position, Waiting
 from tbbn.bench.engine.lanes import LaneTuner
+from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.record import Record
 from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.saved import run_lanes_saved
@@ -48,6 +50,28 @@ def test_runs_take_turns_and_a_free_lane_takes_the_next() -> None:
     assert turns.index(2) > max(turns.index(0), turns.index(1))
     assert turns.index(2) > turns.count(0)  # not before one of the first two has ended
     assert sorted(ends) == [0, 1, 2] and ends[-1] == 2
+
+
+def test_a_lane_that_waits_is_asked_until_its_result_is_there() -> None:
+    asked: list[int] = []
+    log: list[str] = []
+
+    def done() -> bool:
+        asked.append(len(log))
+        return len(asked) == 4
+
+    def drive(number: int, run: Run) -> Iterator[Event]:
+        if number == 0:
+            yield Waiting(done)
+            log.append("the result")
+        for i in range(2):
+            log.append(f"run {number}")
+            yield Stepped(Position(step=i), "train", 1, i, 2)
+        run.record.status = "finished"
+
+    records = run_lanes([tiny(), tiny(seed=1)], 2, drive=drive)
+    assert log == ["run 1", "run 1", "the result", "run 0", "run 0"] and len(asked) == 4
+    assert [record.status for record in records] == ["finished", "finished"]
 
 
 def test_more_lanes_than_runs_is_no_mistake() -> None:

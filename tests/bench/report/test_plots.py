@@ -50,6 +50,7 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_one_deviation(tmp_path: Pat
     heights = band.get_paths()[0].vertices[:, 1]
     assert heights.max() == 100  # 90 + the deviation of 14.1, but no accuracy is above 100
     assert heights.min() == pytest.approx(50 - 100 * statistics.stdev([0.6, 0.4]))
+    assert band.get_alpha() < 0.3, "the curves behind it can be seen"
 
 
 def test_an_unfinished_run_does_not_cut_the_curve_of_the_others(tmp_path: Path, figures: list[Any]) -> None:
