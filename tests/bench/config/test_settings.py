@@ -61,3 +61,42 @@ def test_a_config_changed_by_hand_is_checked_by_the_same_limits() -> None:
         cfg.check_settings(replace(config, train=replace(config.train, lr=-1.0)))
     with pytest.raises(UserError, match=r"^precision must be fp32, tf32 or bf16, got 'fp64'\. Did you mean"):
         cfg.check_settings(replace(config, precision="fp64"))
+
+
+FLOAT32 = 3.4e38
+# The least and the greatest accepted value; of a float, None where the limit itself is refused.
+LIMITS: dict[str, tuple[float | None, float | None]] = {
+    "seed": (0, None),
+    "threads": (0, 1024),
+    "data.size": (0, 4096),
+    "data.crop": (0, 4096),
+    "data.tasks": (1, 2**20),
+    "data.stop_after": (0, 2**20),
+    "data.base_classes": (0, 2**20),
+    "data.class_order_seed": (-1, 2**32 - 1),
+    "data.validation": (0.0, None),
+    "memory.budget": (0, 2**31),
+    "batch.size": (2, 2**20),
+    "batch.evaluation": (1, 2**20),
+    "train.epochs": (1, 2**20),
+    "train.lr": (None, FLOAT32),
+    "train.momentum": (0.0, FLOAT32),
+    "train.weight_decay": (0.0, FLOAT32),
+    "train.gamma": (None, FLOAT32),
+    "train.clip_norm": (0.0, FLOAT32),
+    "train.clip_value": (0.0, FLOAT32),
+}
+
+
+def test_the_limits_of_every_number() -> None:
+    assert {name for name, setting in cfg.SETTINGS.items() if setting.kind in (int, float)} == set(LIMITS)
+    for name, (least, most) in LIMITS.items():
+        setting = cfg.SETTINGS[name]
+        step = 1 if setting.kind is int else 1e-3
+        assert least is None or (setting.problem(least) == "" and setting.problem(least - step)), name
+        assert most is None or (setting.problem(most) == "" and setting.problem(most * 1.01 + step)), name
+        assert setting.kind is int or setting.problem(float("inf")), name
+    for name, limit in (("train.lr", 0.0), ("train.gamma", 0.0), ("data.validation", 1.0)):
+        assert cfg.SETTINGS[name].problem(limit) and not cfg.SETTINGS[name].problem(abs(limit - 1e-3)), name
+    assert cfg.SETTINGS["train.milestones"].problem((0.0, 1.0)) == ""
+    assert cfg.SETTINGS["train.milestones"].problem((-0.1,)) and cfg.SETTINGS["train.milestones"].problem((1.1,))

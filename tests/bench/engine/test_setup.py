@@ -52,6 +52,19 @@ def test_the_data_set_is_loaded_with_the_settings_of_the_config(monkeypatch: pyt
         setup.load_source(tiny(data__crop=9))
 
 
+def test_the_scenario_is_that_of_the_config() -> None:
+    assert Run(tiny(data__base_classes=4)).record.task_sizes == [4, 1, 1]
+    run = Run(tiny(data__tasks=2, data__class_order="natural", data__validation=0.25, data__stop_after=1))
+    assert run.record.task_sizes == [3] and run.record.class_order == list(range(6))
+    assert (len(run.scenario.tasks[0].train), len(run.scenario.tasks[0].validation)) == (27, 9)
+
+
+def test_the_memory_is_that_of_the_config() -> None:
+    given = {"budget": 7, "per_class": True, "rounding": "ceil", "selection": "entropy", "shrink": "reselect"}
+    memory = setup.memory_of(tiny(**{f"memory__{name}": value for name, value in given.items()}))
+    assert {name: getattr(memory, name) for name in given} == given
+
+
 def test_only_plain_float32_on_a_gpu_has_channels_first() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     layouts = {(d.type, p): setup.memory_format_of(tiny(precision=p), d) for d in (cpu, gpu) for p in ("fp32", "bf16")}

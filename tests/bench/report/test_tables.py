@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tbbn.bench.config import resolve, to_dict
+from tbbn.bench.engine.forecast import TaskForecast
 from tbbn.bench.engine.record import Record
 from tbbn.bench.report.groups import grouped
-from tbbn.bench.report.tables import Table, accuracy_table, metrics_table, percent, summary_table
+from tbbn.bench.report.tables import Table, accuracy_table, forecast_table, metrics_table, percent, summary_table
 from tbbn.errors import UserError
 
 
@@ -236,3 +237,16 @@ def test_options_implied_by_online_learning_are_not_in_the_label() -> None:
 
 def test_streaming_and_saving_settings_make_no_group() -> None:
     assert list(grouped([record(A), record(B, seed=1, data__stream="yes", save__tasks="none")])) == ["ft + bn"]
+
+
+def test_the_forecast_has_a_row_per_task() -> None:
+    entries = [
+        TaskForecast(0, 4, 200, 0, 64, 0, 1, 4, 10),
+        TaskForecast(1, 2, 100, 20, 48, 16, 2, 3, 10),
+    ]
+    table = forecast_table(entries)
+    assert table.header == ("task", "classes", "images", "exemplars", "batch", "r*", "steps/epoch", "steps")
+    assert table.rows == (
+        ("1", "4", "200", "0", "64+0", "1", "4", "40"),
+        ("2", "2", "100", "20", "48+16", "2", "3", "30"),
+    )
