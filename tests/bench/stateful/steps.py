@@ -82,7 +82,7 @@ def _draw_reading(dice: random.Random) -> Step:
 
 
 def _draw_fault(dice: random.Random, world: World, small: bool) -> Step:
-    kind = dice.choices(("kill", "term", "ctrl-c", "twice", "disk"), (35, 12, 15, 20, 18))[0]
+    kind = dice.choices(("kill", "term", "hangup", "ctrl-c", "twice", "disk"), (35, 8, 6, 13, 20, 18))[0]
     if kind == "disk":
         return {"kind": kind, "free": int(600_000 * dice.random() ** 2)}
     scope = dice.choice(("files", "files", "all"))
@@ -92,7 +92,13 @@ def _draw_fault(dice: random.Random, world: World, small: bool) -> Step:
 
 # Doing a step. -----------------------------------------------------------------------------------------------------------
 
-NUMBERS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "ctrl-c": signal.SIGINT, "twice": signal.SIGINT}
+NUMBERS = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "hangup": signal.SIGHUP,
+    "ctrl-c": signal.SIGINT,
+    "twice": signal.SIGINT,
+}
 
 
 def do(world: World, step: Step) -> bool:
@@ -244,7 +250,7 @@ def check_outcome(world: World, step: Step, ended: Ended, fault: Step | None) ->
         if step["do"] not in READ:
             _check_done(world, step)
     elif ended.code == 130:
-        if kind not in ("term", "ctrl-c", "twice") or said[-1:] != [
+        if kind not in ("term", "hangup", "ctrl-c", "twice") or said[-1:] != [
             "tbbn: interrupted; run the same command again to resume."
         ]:
             raise Broken(f"interrupted: {what}")
