@@ -29,8 +29,8 @@ def train_a_step(model, x, **options):
     tbbn.convert(model)
     with tbbn.balance(model.train(), current=len(x) - 2, memory=2, past_tasks=1, **options):
         output = model(x)
-    output = output[0] if isinstance(output, tuple | list) else output
-    output.square().mean().backward()
+    outputs = output if isinstance(output, tuple | list) else [output]
+    sum(part.square().mean() for part in outputs).backward()
     norms = [m for m in model.modules() if isinstance(m, BalancedNorm)]
     used = [m for m in norms if m.num_batches_tracked]
     assert used and all(m.weight is None or m.weight.grad is not None for m in used)

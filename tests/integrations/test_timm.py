@@ -30,6 +30,11 @@ def test_a_network_trains_and_comes_back(name):
     train_a_step(create(name, 64), torch.randn(6, 3, 64, 64))
 
 
+def test_a_network_that_normalises_tokens():
+    torch.manual_seed(0)
+    train_a_step(timm.create_model("levit_128s", num_classes=4), torch.randn(6, 3, 224, 224), rows_per_sample="any")
+
+
 def test_activation_and_drop_are_kept():
     torch.manual_seed(0)
     layer = BatchNormAct2d(4, act_layer=nn.SiLU, drop_layer=nn.Dropout)
@@ -75,5 +80,5 @@ def test_every_network(name):
             if size == own:
                 raise
             continue  # too small for this network
-        train_a_step(model, torch.randn(6, 3, size, size))
+        train_a_step(model, torch.randn(6, 3, size, size), rows_per_sample="any")
         return

@@ -339,3 +339,70 @@ def test_a_rule_of_skip_that_matches_nothing_is_an_error():
         tbbn.convert(model(), skip=nn.SyncBatchNorm)
     with pytest.raises(TypeError, match="convert: skip takes names, patterns, classes and functions, got 3"):
         tbbn.convert(model(), skip=[3])
+
+
+@pytest.mark.parametrize("norm", ["tbbn", "weighted", "adab2n"])
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2), (2, 3, 2)], ids=str)
+def test_rows_of_a_sample_count_as_its_pixels(norm, shape):
+    """Each of 12 samples gives 5 rows, one after another; the sample as a whole is current or memory."""
+    dims = max(len(shape), 1)
+    torch.manual_seed(0)
+    x = torch.randn(60, 4, *shape)
+    layer = tbbn.convert(getattr(nn, f"BatchNorm{dims}d")(4), norm)
+    other = copy.deepcopy(layer)
+    with tbbn.balance(layer, **EIGHT, rows_per_sample=5):
+        y = layer(x)
+    pixels = torch.stack([torch.stack([x[5 * n + i] for i in range(5)], 1) for n in range(12)])  # (12, 4, 5, ...)
+    with tbbn.balance(other, **EIGHT):
+        wanted = other(pixels.reshape(12, 4, *((5 * shape[0], *shape[1:]) if shape else (5,)))).reshape(pixels.shape)
+    wanted = torch.stack([wanted[row // 5, :, row % 5] for row in range(60)])
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(layer.state_dict(), other.state_dict())
+
+
+class Tokens2(nn.Module):
+    """A norm of tokens between two norms of samples, as in LeViT."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.tokens, self.last = nn.BatchNorm2d(4), BySuper1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        x = self.first(x).flatten(2).transpose(1, 2)  # (N, tokens, 4)
+        return self.last(self.tokens(x.flatten(0, 1)).reshape(x.shape).mean(1))
+
+
+class BySuper1d(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_layers_with_and_without_several_rows_a_sample(x):
+    model = tbbn.convert(Tokens2())
+    outputs = []
+    for rows in (9, "any"):
+        twin = copy.deepcopy(model)
+        with tbbn.balance(twin, **EIGHT, rows_per_sample=rows):
+            outputs.append(twin(x))
+    assert torch.equal(*outputs) and outputs[0].shape == (12, 4)
+    for rows in (1, 8):
+        with (
+            pytest.raises(
+                UserError, match=r"rows but the input has 108.*rows_per_sample=, or tbbn\.convert\(\.\.\., skip"
+            ),
+            tbbn.balance(model, **EIGHT, rows_per_sample=rows),
+        ):
+            model(x)
+    skipped = tbbn.convert(Tokens2(), skip=["tokens"])
+    with tbbn.balance(skipped, **EIGHT):
+        assert skipped(x).shape == (12, 4)
+    for wrong in (0, 2.0, True, "all"):
+        with pytest.raises(UserError, match="balance: rows_per_sample must be a whole number from 1, or 'any', got"):
+            tbbn.balance(model, **EIGHT, rows_per_sample=wrong)
+
+
+def test_rows_per_sample_compiles_in_one_graph(x):
+    model = tbbn.convert(Tokens2())
+    compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
+    with tbbn.balance(model, **EIGHT, rows_per_sample="any"), tbbn.balance(compiled, **EIGHT, rows_per_sample="any"):
+        torch.testing.assert_close(compiled(x), model(x))

@@ -25,6 +25,14 @@ class Block:
     owner: object
     layout: Layout
     prepared: Mapping[Any, Any]  # by layer
+    rows_per_sample: int | str = 1  # of layers that get several rows a sample; "any": each finds it out
+
+    def folds(self, rows: int) -> int:
+        """How many rows of an input with ``rows`` rows belong to one sample; 1 also where they do not fit the layout."""
+        samples, per_sample = self.layout.rows, self.rows_per_sample
+        if not samples or rows % samples:
+            return 1
+        return rows // samples if per_sample in ("any", rows // samples) else 1
 
 
 _entered: ContextVar[tuple[Block, ...]] = ContextVar("tbbn.balance", default=())

@@ -13,7 +13,7 @@ from tbbn.errors import UserError
 from tbbn.nn.active import recomputing
 from tbbn.nn.comparison import AnyDims, apply_affine, pixels_last
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
-from tbbn.nn.modules import BalancedNorm, arguments, as_leaf
+from tbbn.nn.modules import BalancedNorm, RowsPerSample, arguments, as_leaf, with_pixels
 from tbbn.nn.plan import Layout
 from tbbn.options import Option
 
@@ -93,7 +93,10 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         if not self.training:
             return super().forward(x)  # batch norm
         self._check_input_dim(x)
-        layout, member = self.find_layout(x)
+        try:
+            layout, member = self.find_layout(x)
+        except RowsPerSample as several:
+            return with_pixels(x, several.args[1], lambda x: AdaptiveBalancedNorm.forward(self, x))
         self.penalty = None
         if layout is None or not layout.past_tasks:
             return task_balanced_batch_norm(*arguments(self, x, None))  # batch norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ class balance:
         task_ids: the task of each row, 0-based; used by layers with ``wants_task_ids`` (AdaB2N), ignored by the others.
         rank_counts: for layers with ``sync=True``: the current and memory rows of every rank, ``[(48, 16), (40, 16)]``. Without
             it the ranks tell each other when they enter the block.
+        rows_per_sample: for models in which batch norms get several rows a sample, one after another: tokens, boxes or frames. A
+            layer whose input has that many times as many rows as the batch treats the rows of a sample as its pixels. "any":
+            each layer takes the number from its input.
 
     The layout holds inside the block only. Blocks may be nested, and each model has its own. Teachers in eval mode are
     not affected.
@@ -44,7 +48,13 @@ class balance:
         past_tasks: int,
         task_ids: Tensor | None = None,
         rank_counts: Counts | None = None,
+        rows_per_sample: int | Literal["any"] = 1,
     ) -> None:
+        if rows_per_sample != "any" and (type(rows_per_sample) is not int or rows_per_sample < 1):
+            raise UserError(
+                f"balance: rows_per_sample must be a whole number from 1, or 'any', got {rows_per_sample!r}."
+            )
+        self.rows_per_sample = rows_per_sample
         self.layout = make_layout(current, memory, is_memory, past_tasks, task_ids)
         layers = list(balanced_layers(module))
         if not layers:
@@ -55,7 +65,7 @@ class balance:
     def __enter__(self) -> None:
         layout = share_counts(self.layout, self.groups, self.rank_counts)
         # All layers prepare first: one that cannot take the layout raises before the block is entered.
-        enter(Block(self, layout, {layer: layer.prepare(layout) for layer in self.layers}))
+        enter(Block(self, layout, {layer: layer.prepare(layout) for layer in self.layers}, self.rows_per_sample))
         if not torch.compiler.is_compiling():
             self.layers[0].warn_outside()
 

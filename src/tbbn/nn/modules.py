@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Annotated, Any
 
@@ -26,6 +27,20 @@ from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, updat
 from tbbn.nn.plan import RULES, Layout, Plan, PlanOptions
 from tbbn.nn.sync import RankLayout, ranks_in, unbalanced_plan
 from tbbn.options import Option
+
+
+class RowsPerSample(UserError):
+    """The input has several rows a sample. The arguments are a message for where that cannot be helped, and their number."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+def with_pixels(x: Tensor, per_sample: int, forward: Callable[[Tensor], Tensor]) -> Tensor:
+    """``forward`` of ``x`` (N k, C, ...) with the k rows of a sample, which follow one another, as pixels: (N, C, k ...)."""
+    parts = x.unflatten(0, (-1, per_sample)).transpose(1, 2)  # (N, C, k, ...)
+    y = forward(parts if x.dim() == 2 else parts.flatten(2, 3)).reshape(parts.shape)
+    return y.transpose(1, 2).reshape(x.shape)
 
 
 class BalancedNorm(_BatchNorm):
@@ -47,6 +62,11 @@ class BalancedNorm(_BatchNorm):
         """The layout for this training forward, and what :meth:`prepare` made of it; None and None outside ``balance``."""
         block = find(self)
         layout, prepared = (None, None) if block is None else (block.layout, block.prepared[self])
+        if block is not None and block.rows_per_sample != 1 and (per_sample := block.folds(x.shape[0])) > 1:
+            raise RowsPerSample(
+                f"{type(self).__name__}: takes one row a sample, got {per_sample}; use tbbn.convert(..., skip=[...]).",
+                per_sample,
+            )
         if torch.compiler.is_compiling():
             return layout, prepared  # row counts are checked by the plan's shape: numbers would be compiled in
         if recomputing():
@@ -59,7 +79,8 @@ class BalancedNorm(_BatchNorm):
         if layout is not None and x.shape[0] != layout.rows:
             raise UserError(
                 f"{type(self).__name__}: the layout covers {layout.current} + {layout.memory} = {layout.rows} rows but the "
-                f"input has {x.shape[0]}; call tbbn.balance with the counts of the batch being forwarded."
+                f"input has {x.shape[0]}; call tbbn.balance with the counts of the batch being forwarded. Where rows are not "
+                "samples (tokens, boxes, frames): rows_per_sample=, or tbbn.convert(..., skip=[...])."
             )
         return layout, prepared
 
@@ -135,7 +156,10 @@ class PlannedNorm(BalancedNorm):
             return as_leaf(self, x)
         if not self.training:
             return super().forward(x)  # batch norm by the running statistics
-        plan = self.plan_of(x)
+        try:
+            plan = self.plan_of(x)
+        except RowsPerSample as several:
+            return with_pixels(x, several.args[1], lambda x: PlannedNorm.forward(self, x))
         if plan is not None and self.output_statistics:
             return self._track_output(x, plan)
         return task_balanced_batch_norm(*arguments(self, x, plan))
