@@ -92,7 +92,7 @@ def test_report_in_every_format(runs: Path, capsys: Capture) -> None:
     assert float(rows[0]["A_f %"]) == pytest.approx(50 * sum(finals), abs=0.051)
     assert float(rows[0]["A_f % std"]) == pytest.approx(100 * abs(finals[0] - finals[1]) / 2**0.5, abs=0.051)
     latex = report("--format", "latex")
-    assert r"\begin{tabular}{lrrrrr}" in latex and r"A\_f \%" in latex and r"$\pm$" in latex
+    assert r"\begin{tabular}{lrrrrrr}" in latex and r"A\_f \%" in latex and r"$\pm$" in latex
     entries = json.loads(report("--json"))
     assert [(e["label"], e["seed"], e["status"]) for e in entries[:2]] == [
         ("ft + bn", 0, "finished"),

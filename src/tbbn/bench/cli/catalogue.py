@@ -107,13 +107,15 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
     import torch
 
     from tbbn.accelerators.native import binding as native
+    from tbbn.bench.cli.extras import PACKAGES, missing
     from tbbn.bench.data.loading import found
     from tbbn.bench.engine.record import environment
 
     facts = environment()
-    for package in ("torchvision", "triton", "numpy", "rich", "matplotlib", "safetensors", "scikit-learn"):
+    absent = missing()
+    for package in (*PACKAGES.values(), "triton"):
         try:
-            facts[package] = version(package)
+            facts[package] = "not installed; pip install 'tbbn[bench]'" if package in absent else version(package)
         except PackageNotFoundError:
             facts[package] = "not installed"
     try:
@@ -122,11 +124,12 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
         if not torchvision().extension._has_ops():
             facts["torchvision"] += "; without its compiled ops (models, transforms and data sets still work)"
     except (UserError, ImportError, RuntimeError) as error:
-        facts["torchvision"] = f"{facts['torchvision']}, cannot be used: {error}"
+        if "torchvision" not in absent:
+            facts["torchvision"] = f"{facts['torchvision']}, cannot be used: {error}"
     facts["cpu kernel"] = native.diagnosis()
     facts["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     facts["free disk here"] = f"{shutil.disk_usage('.').free / 2**30:.0f} GiB"
-    data = {name: "found" if there else "not found" for name, there in found(root).items()}
+    data = {name: "found" if there else "not found" for name, there in found(root).items()} if not absent else {}
     return {"environment": facts, "plugins": _plugins(), "data": data}
 
 

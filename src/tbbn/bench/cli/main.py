@@ -19,6 +19,7 @@ from tbbn.bench.cli.common import (
     Call,
     TimeLimitReached,
 )
+from tbbn.bench.cli.extras import require_bench
 from tbbn.bench.cli.settings import check_commas, split_plugins, split_settings
 from tbbn.bench.cli.streams import droppable_stderr, fill_closed_descriptors, to_nowhere
 from tbbn.errors import UserError, printable, unknown_name
@@ -120,6 +121,7 @@ def _run(words: list[str]) -> int:
         settings, words = split_settings(words, commands[words[0]].options)
     args = parser.parse_args(words)
     args.settings, args.plugins = settings, plugins
+    require_bench(args.command)
     for plugin in plugins:
         load_plugin(plugin)
     code: int = args.call(args)

@@ -1,0 +1,36 @@
+"""The packages that the bench needs beside torch: the extra ``tbbn[bench]``."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from tbbn.errors import UserError
+
+PACKAGES = {  # the name of the distribution, by the name it is imported by
+    "torchvision": "torchvision",
+    "numpy": "numpy",
+    "rich": "rich",
+    "safetensors": "safetensors",
+    "filelock": "filelock",
+    "matplotlib": "matplotlib",
+    "sklearn": "scikit-learn",
+    "tomli_w": "tomli-w",
+}
+WITHOUT = ("list", "show", "report", "doctor")  # commands that need torch alone
+
+
+def missing() -> list[str]:
+    """Packages of the bench that are not installed."""
+    return [package for module, package in PACKAGES.items() if not _is_there(module)]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
+
+
+def require_bench(command: str) -> None:
+    if command not in WITHOUT and (absent := missing()):
+        raise UserError(f"tbbn {command} needs {', '.join(absent)}; pip install 'tbbn[bench]'.")
