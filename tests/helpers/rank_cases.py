@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tbbn
 from tbbn.errors import UserError
+from tbbn.nn.sync import share_counts
 
 RANKS = 2
 COUNTS = {
@@ -216,6 +217,25 @@ def a_process_group_of_its_own() -> None:
         with tbbn.balance(single, **wanted[1], past_tasks=3), tbbn.balance(layer, **own(counts), past_tasks=3):
             y = single(wanted[0])
             close(layer(x[rows]), y[rows] if group is both else y)
+
+
+@case
+def without_a_cpu_backend_counts_travel_on_the_layers_device() -> None:
+    devices, tensor = [], torch.tensor
+
+    def spied(values: object, device: torch.device) -> torch.Tensor:
+        devices.append(device.type)
+        return tensor(values)
+
+    layer = layers(nn.BatchNorm2d(5))[0].to("meta")
+    for backend, wanted in (("cuda:nccl", "meta"), ("cpu:gloo,cuda:nccl", "cpu")):
+        block = tbbn.balance(layer, current=12, memory=4, past_tasks=3)
+        with (
+            mock.patch.object(dist, "get_backend_config", lambda group, backend=backend: backend),
+            mock.patch.object(torch, "tensor", spied),
+        ):
+            share_counts(block.layout, block.groups)
+        assert devices.pop() == wanted
 
 
 @case

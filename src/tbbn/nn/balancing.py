@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from types import TracebackType
 from typing import Literal
 
@@ -60,7 +61,8 @@ class balance:
         if not layers:
             raise _nothing_to_balance(module)
         self.layers, self.rank_counts = layers, rank_counts
-        self.groups = [layer.process_group for layer in layers if isinstance(layer, PlannedNorm) and layer.sync]
+        synced = [layer for layer in layers if isinstance(layer, PlannedNorm) and layer.sync]
+        self.groups = {layer.process_group: _device(layer) for layer in synced}
 
     def __enter__(self) -> None:
         layout = share_counts(self.layout, self.groups, self.rank_counts)
@@ -73,6 +75,13 @@ class balance:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         leave(self)
+
+
+def _device(layer: nn.Module) -> torch.device:
+    tensor = next(chain(layer.parameters(), layer.buffers()), None)
+    if tensor is not None:
+        return tensor.device
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def _nothing_to_balance(module: nn.Module) -> UserError:

@@ -11,7 +11,7 @@ Gradients of weight and bias are those of this rank's rows, as in ``nn.SyncBatch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -45,13 +45,14 @@ class RankLayout(Layout):
         return self._cached(key, lambda: _build(self, group, options).to(device, dtype))
 
 
-def share_counts(layout: Layout, groups: Iterable[Any], given: Counts | None = None) -> Layout:
-    """``layout`` with the counts of all ranks: ``given``, or gathered from each process group of ``groups``."""
-    groups = [group for group in dict.fromkeys(groups) if ranks_in(group) > 1]
+def share_counts(layout: Layout, groups: Mapping[Any, torch.device], given: Counts | None = None) -> Layout:
+    """``layout`` with the counts of all ranks: ``given``, or gathered. ``groups`` are process groups, with their device."""
+    groups = {group: device for group, device in groups.items() if ranks_in(group) > 1}
     if not groups:
         return layout
     counts = {
-        group: _gather_counts(layout, group) if given is None else _checked(layout, group, given) for group in groups
+        group: _gather_counts(layout, group, device) if given is None else _checked(layout, group, given)
+        for group, device in groups.items()
     }
     if layout.is_memory is None and layout.task_ids is None and not torch.compiler.is_compiling():
         return _counted(layout.current, layout.memory, layout.past_tasks, tuple(counts.items()))
@@ -63,11 +64,9 @@ def _counted(current: int, memory: int, past_tasks: int, counts: tuple[tuple[Any
     return RankLayout(current, memory, past_tasks, counts=dict(counts))
 
 
-def _gather_counts(layout: Layout, group: Any) -> Counts:
-    on_cpu = "cpu" in dist.get_backend_config(
-        group
-    )  # NCCL alone takes tensors on the GPU only, and reading them back waits for it
-    device = torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator() or "cpu")
+def _gather_counts(layout: Layout, group: Any, device: torch.device) -> Counts:
+    if "cpu" in dist.get_backend_config(group):  # NCCL takes tensors on a GPU only, and reading them back waits for it
+        device = torch.device("cpu")
     mine = torch.tensor([layout.current, layout.memory, layout.past_tasks], device=device)
     rows = _all_gather(mine, ranks_in(group), group).tolist()
     if any(past != layout.past_tasks for _, _, past in rows):
