@@ -189,7 +189,7 @@ def test_il2m_rectifies_past_scores_where_the_best_class_is_new(world: Any) -> N
 
 
 def test_il2m_s_rectification_by_hand(world: Any) -> None:
-    """Two classes of two tasks. Factor of class 0: 4 / 2 * 3 / 6 = 1; doubled by a halved score now."""
+    """Two tasks of one class each; the score of the past class is doubled where the new class is predicted."""
     il2m = method("il2m")
 
     def scores(factor: float, logits: list[float]) -> list[float]:
