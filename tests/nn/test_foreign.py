@@ -360,12 +360,12 @@ def test_rows_of_a_sample_count_as_its_pixels(norm, shape):
     torch.testing.assert_close(layer.state_dict(), other.state_dict())
 
 
-class Tokens2(nn.Module):
+class Mixed(nn.Module):
     """A norm of tokens between two norms of samples, as in LeViT."""
 
-    def __init__(self):
+    def __init__(self, tokens=None):
         super().__init__()
-        self.first, self.tokens, self.last = nn.BatchNorm2d(4), BySuper1d(4), nn.BatchNorm1d(4)
+        self.first, self.tokens, self.last = nn.BatchNorm2d(4), (tokens or BySuper1d)(4), nn.BatchNorm1d(4)
 
     def forward(self, x):
         x = self.first(x).flatten(2).transpose(1, 2)  # (N, tokens, 4)
@@ -377,8 +377,21 @@ class BySuper1d(nn.BatchNorm1d):
         return super().forward(x).relu()
 
 
-def test_layers_with_and_without_several_rows_a_sample(x):
-    model = tbbn.convert(Tokens2())
+class ByFunction1d(nn.BatchNorm1d):
+    def forward(self, x):
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        ).relu()
+
+
+@pytest.mark.parametrize("tokens", [BySuper1d, ByFunction1d])
+def test_layers_with_and_without_several_rows_a_sample(tokens, x):
+    model = tbbn.convert(Mixed(tokens))
+    plain = Mixed()  # the same with a norm and ReLU
+    plain.tokens = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())
+    plain = tbbn.convert(plain)
+    with tbbn.balance(model, **EIGHT, rows_per_sample=9), tbbn.balance(plain, **EIGHT, rows_per_sample=9):
+        torch.testing.assert_close(model(x), plain(x))
     outputs = []
     for rows in (9, "any"):
         twin = copy.deepcopy(model)
@@ -393,7 +406,7 @@ def test_layers_with_and_without_several_rows_a_sample(x):
             tbbn.balance(model, **EIGHT, rows_per_sample=rows),
         ):
             model(x)
-    skipped = tbbn.convert(Tokens2(), skip=["tokens"])
+    skipped = tbbn.convert(Mixed(), skip=["tokens"])
     with tbbn.balance(skipped, **EIGHT):
         assert skipped(x).shape == (12, 4)
     for wrong in (0, 2.0, True, "all"):
@@ -402,7 +415,17 @@ def test_layers_with_and_without_several_rows_a_sample(x):
 
 
 def test_rows_per_sample_compiles_in_one_graph(x):
-    model = tbbn.convert(Tokens2())
+    model = tbbn.convert(Mixed())
     compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
     with tbbn.balance(model, **EIGHT, rows_per_sample="any"), tbbn.balance(compiled, **EIGHT, rows_per_sample="any"):
         torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_layer_keeps_hooks_and_attributes(x):
+    layer, forward = nn.LazyBatchNorm2d(), Listener()
+    layer.register_forward_hook(forward)
+    layer.note = "keep"
+    new = tbbn.convert(layer)
+    assert new(x).shape == x.shape and type(new) is tbbn.TaskBalancedBatchNorm2d
+    assert forward.heard == [new] and new.note == "keep" and new.num_features == 4

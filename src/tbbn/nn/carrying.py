@@ -46,6 +46,23 @@ def carry(old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool
     return new
 
 
+def carry_lazy(old: nn.Module, new: nn.Module) -> nn.Module:
+    """Hand the state, hooks and attributes of a lazy layer on to another, which has lazy hooks of its own."""
+    after = vars(new)
+    after["_parameters"], after["_buffers"] = vars(old)["_parameters"], vars(old)["_buffers"]
+    for name, value in vars(old).items():
+        if name not in after:
+            after[name] = value
+        elif name in _MODULE and name.endswith("_hooks"):
+            given = {key: hook for key, hook in value.items() if getattr(_inner(hook), "__self__", None) is not old}
+            after[name].update({key: _rebound(hook, old, new) for key, hook in given.items()})
+    return new.train(old.training)
+
+
+def _inner(hook: Any) -> Any:
+    return hook.hook if isinstance(hook, _WrappedHook) else hook
+
+
 def _runtime_names(layer: nn.Module) -> set[str]:
     """Attributes that a forward of this package's norms sets: their classes declare them, with a default."""
     ours = [cls for cls in type(layer).__mro__ if cls.__module__.startswith("tbbn.")]

@@ -12,7 +12,7 @@ from tbbn.errors import UserError
 from tbbn.nn import comparison
 from tbbn.nn import modules as layers
 from tbbn.nn.adab2n import AdaptiveBalancedNorm
-from tbbn.nn.carrying import carry, is_made
+from tbbn.nn.carrying import carry, carry_lazy, is_made
 from tbbn.nn.foreign import ForeignNorm, combine
 from tbbn.nn.selection import Skip, skipped_modules, warn_of_unchanged
 from tbbn.options import checked_options, keyword_arguments, options_of
@@ -195,9 +195,7 @@ def _make_lazy(cls: type[nn.Module], old: _LazyNormBase, options: dict[str, Any]
         ready = cls(1, **options)
         for name in ("options", "output_statistics", "sync", "process_group"):
             setattr(new, name, getattr(ready, name))
-    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-        setattr(new, name, getattr(old, name))
-    return new.train(old.training)
+    return carry_lazy(old, new)
 
 
 def _dims(module: nn.Module) -> int:

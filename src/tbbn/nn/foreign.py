@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from tbbn.errors import UserError
 from tbbn.nn.functional import task_balanced_batch_norm
-from tbbn.nn.modules import PlannedNorm, as_leaf
+from tbbn.nn.modules import PlannedNorm, RowsPerSample, as_leaf, with_pixels
 
 Normalise = Callable[[Tensor], Tensor]
 Converter = Callable[[Any, Normalise, Tensor], Tensor]
@@ -141,7 +141,11 @@ class _ReplacedCall(TorchFunctionMode):
         _seen.norm = True
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-        plan = self.layer.plan_of(input)
+        try:
+            plan = self.layer.plan_of(input)
+        except RowsPerSample as several:
+            others = (running_mean, running_var, weight, bias, True, momentum, eps)
+            return with_pixels(input, several.args[1], lambda x: self._batch_norm(x, *others))
         return task_balanced_batch_norm(input, running_mean, running_var, weight, bias, plan, momentum, eps)
 
 
