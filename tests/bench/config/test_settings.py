@@ -100,3 +100,49 @@ def test_the_limits_of_every_number() -> None:
         assert cfg.SETTINGS[name].problem(limit) and not cfg.SETTINGS[name].problem(abs(limit - 1e-3)), name
     assert cfg.SETTINGS["train.milestones"].problem((0.0, 1.0)) == ""
     assert cfg.SETTINGS["train.milestones"].problem((-0.1,)) and cfg.SETTINGS["train.milestones"].problem((1.1,))
+
+
+# What a data set without settings of its own is trained with, and all else that is not named here: off, 0 or empty.
+DEFAULTS: dict[str, Any] = {
+    "protocol": "clean",
+    "device": "auto",
+    "precision": "fp32",
+    "backbone": "small",
+    "norm.name": "bn",
+    "method.name": "ft",
+    "data.name": "digits",
+    "data.root": "data",
+    "data.download": True,
+    "data.unreadable": "fail",
+    "data.tasks": 5,
+    "data.class_order": "seed",
+    "data.class_order_seed": -1,
+    "data.stream": "auto",
+    "data.test": "all",
+    "memory.budget": 100,
+    "memory.rounding": "floor",
+    "memory.selection": "herding",
+    "memory.shrink": "truncate",
+    "batch.size": 64,
+    "batch.ratio": "3:1",
+    "batch.length": "longer",
+    "batch.last": "short",
+    "batch.forward": "joint",
+    "batch.current_from": "task",
+    "batch.memory_from": "all",
+    "batch.augment": "none",
+    "batch.evaluation": 500,
+    "train.epochs": 20,
+    "train.lr": 0.1,
+    "train.momentum": 0.9,
+    "train.weight_decay": 5e-4,
+    "train.schedule": "multistep",
+    "train.milestones": (0.5, 0.75),
+    "train.gamma": 0.1,
+    "train.keep": "last",
+    "save.tasks": "small",
+}
+
+
+def test_every_default_is_the_one_written_here() -> None:
+    assert {name: setting.default for name, setting in cfg.SETTINGS.items() if setting.default} == DEFAULTS

@@ -273,3 +273,31 @@ def test_the_statistics_of_data_sets_are_the_published_ones() -> None:
     assert contents.IMAGENET_STATS == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     made = load("synthetic:2x2x2x4", "data")
     assert (made.mean, made.std) == ((0.5, 0.5, 0.5), (0.16, 0.16, 0.16))
+
+
+def test_official_data_sets_read_their_own_files_and_number_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[object, ...]] = []
+
+    def watch(name: str) -> None:
+        monkeypatch.setattr(official.formats, name, lambda place, *more: read.append((place.as_posix(), *more)))
+
+    for name in ("read_cifar", "read_cifar_names", "read_idx", "read_svhn", "read_stl10"):
+        watch(name)
+    for entry in official.OFFICIAL.values():
+        entry.read(Path("root"))
+    assert read == [
+        ("root/cifar-10-batches-py", tuple(f"data_batch_{i}" for i in (1, 2, 3, 4, 5)), "labels", 10),
+        ("root/cifar-10-batches-py", ("test_batch",), "labels", 10),
+        ("root/cifar-10-batches-py/batches.meta", "label_names", 10),
+        ("root/cifar-100-python", ("train",), "fine_labels", 100),
+        ("root/cifar-100-python", ("test",), "fine_labels", 100),
+        ("root/cifar-100-python/meta", "fine_label_names", 100),
+        ("root/MNIST/raw", "train", 10),
+        ("root/MNIST/raw", "t10k", 10),
+        ("root/FashionMNIST/raw", "train", 10),
+        ("root/FashionMNIST/raw", "t10k", 10),
+        ("root/train_32x32.mat",),
+        ("root/test_32x32.mat",),
+        ("root/stl10_binary", "train"),
+        ("root/stl10_binary", "test"),
+    ]
