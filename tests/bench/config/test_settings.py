@@ -118,6 +118,7 @@ DEFAULTS: dict[str, Any] = {
     "data.class_order": "seed",
     "data.class_order_seed": -1,
     "data.stream": "auto",
+    "data.validate": "all",
     "data.test": "all",
     "memory.budget": 100,
     "memory.rounding": "floor",
