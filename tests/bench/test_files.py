@@ -177,3 +177,12 @@ def test_every_changed_byte_of_sealed_content_is_noticed() -> None:
         changed[place] ^= 1
         assert seal_problem(bytes(changed)).startswith("damaged: ")
     assert seal_problem(b"{}") == "damaged: its checksum is missing."
+
+
+def test_all_bytes_have_left_the_buffer_when_a_file_is_forced_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced: list[int] = []
+    monkeypatch.setattr(files.os, "fsync", lambda number: forced.append(os.fstat(number).st_size))
+    write_atomic(tmp_path / "small", b"12345")
+    assert forced == [5]
