@@ -1,6 +1,6 @@
 """Run as a program, once per rank: every case on two gloo ranks, in one pair of processes. It writes what failed as JSON.
 
-    python rank_cases.py RANK FOLDER
+    python rank_cases.py RANK FOLDER CASE ...
 
 A case compares two ranks with one process that has the whole batch: the current rows of rank 0 and 1, then their memory rows.
 """
@@ -20,92 +20,14 @@ from unittest import mock
 
 import pytest
 import torch
+from rank_tools import CASES, COUNTS, NIGHTLY, RANKS, case, close, compare, layers, own, own_rows, random, sums
+from rank_training import convnet
 from torch import distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import tbbn
 from tbbn.errors import UserError
 from tbbn.nn.sync import share_counts
-
-RANKS = 2
-COUNTS = {
-    "equal counts": [(12, 4), (12, 4)],
-    "unequal counts": [(13, 4), (8, 5)],
-    "a rank without memory": [(12, 6), (10, 0)],
-    "a rank without rows": [(12, 4), (0, 0)],
-}
-CASES: dict[str, Callable[[], None]] = {}
-
-
-NIGHTLY: dict[str, Callable[[], None]] = {}
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-def nightly(function: Callable[[], None]) -> Callable[[], None]:
-    NIGHTLY[function.__name__] = function
-    return function
-
-
-def own_rows(counts: list[tuple[int, int]]) -> torch.Tensor:
-    """Where this rank's rows are in the whole batch."""
-    rank, currents, memories = dist.get_rank(), *([c[i] for c in counts] for i in (0, 1))
-    current = sum(currents[:rank]) + torch.arange(currents[rank])
-    return torch.cat([current, sum(currents) + sum(memories[:rank]) + torch.arange(memories[rank])])
-
-
-def sums(counts: list[tuple[int, int]]) -> dict[str, int]:
-    return {"current": sum(c for c, _ in counts), "memory": sum(m for _, m in counts)}
-
-
-def own(counts: list[tuple[int, int]]) -> dict[str, int]:
-    return dict(zip(("current", "memory"), counts[dist.get_rank()], strict=True))
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 2 + 1
-
-
-def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-6) -> None:
-    """Relative to the largest value: a sum's rounding error has the size of its terms."""
-    assert got.dtype == wanted.dtype and got.shape == wanted.shape, (got.dtype, wanted.dtype, got.shape, wanted.shape)
-    error = (got - wanted).abs().max() / wanted.abs().max().clamp_min(1) if got.numel() else 0
-    assert error <= tolerance, f"{error:.2e} > {tolerance:.0e}"
-
-
-def layers(plain: nn.Module, norm: str = "tbbn", **options: object) -> tuple[nn.Module, nn.Module]:
-    """A synchronised layer, and the same one for a single process."""
-    if plain.affine:
-        plain.weight.data, plain.bias.data = random(plain.num_features, seed=7), random(plain.num_features, seed=8)
-    return tbbn.convert(copy.deepcopy(plain), norm, sync=True, **options), tbbn.convert(plain, norm, **options)
-
-
-def compare(synced: nn.Module, single: nn.Module, counts: list[tuple[int, int]], *size: int, past: int = 3) -> None:
-    """Outputs, gradients and running statistics of one step."""
-    rows, dtype = own_rows(counts), single.running_mean.dtype if single.running_mean is not None else torch.float32
-    shape = (sum(map(sum, counts)), single.num_features, *size)
-    whole, mine = (random(*shape, dtype=dtype)[i].requires_grad_() for i in (slice(None), rows))
-    grad = random(*shape, seed=1, dtype=dtype)
-    with tbbn.balance(single, **sums(counts), past_tasks=past):
-        y = single(whole)
-    y.backward(grad)
-    with tbbn.balance(synced, **own(counts), past_tasks=past):
-        z = synced(mine)
-    z.backward(grad[rows])
-    close(z, y[rows])
-    close(mine.grad, whole.grad[rows])
-    for a, b in zip(synced.parameters(), single.parameters(), strict=True):
-        dist.all_reduce(a.grad)  # each rank has the gradients of its rows
-        close(a.grad, b.grad)
-    for a, b in zip(synced.buffers(), single.buffers(), strict=True):
-        close(a, b)
-
 
 for title, given in COUNTS.items():
     CASES[f"the layer: {title}"] = lambda given=given: compare(*layers(nn.BatchNorm2d(5)), given, 4, 3)
@@ -281,138 +203,6 @@ def a_second_derivative_is_refused() -> None:
     (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
-
-
-# --- training a network ---
-
-
-def convnet() -> nn.Sequential:
-    torch.manual_seed(0)
-
-    def block(n_in: int, n_out: int) -> list[nn.Module]:
-        return [nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU()]
-
-    return nn.Sequential(
-        *block(3, 6), *block(6, 6), *block(6, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
-    )
-
-
-def train(model: nn.Module, call: Callable, counts: list[tuple[int, int]], synced: bool, amp: bool = False) -> None:
-    """Five steps. The loss is the mean over the whole batch: DDP averages gradients, so a rank counts its rows for ``RANKS``."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    total = sum(map(sum, counts))
-    rows, given = (own_rows(counts), own(counts)) if synced else (slice(None), sums(counts))
-    for step in range(5):
-        x, y = random(total, 3, 8, 8, seed=step)[rows], (torch.arange(total) % 4)[rows]
-        optimizer.zero_grad()
-        with tbbn.balance(model, **given, past_tasks=3):
-            out = call(x)
-        (cross_entropy(out, y, reduction="sum") * (RANKS if synced else 1) / total).backward()
-        optimizer.step()
-
-
-def same_training(wrap: Callable[[nn.Module], nn.Module], counts: list[tuple[int, int]]) -> None:
-    single, synced = tbbn.convert(convnet()), tbbn.convert(convnet(), sync=True)
-    train(single, single, counts, False)
-    call = wrap(synced)
-    train(synced, call, counts, True)
-    state = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in synced.state_dict().items()}
-    for name, wanted in single.state_dict().items():
-        close(state[name], wanted, 2e-6)
-
-
-for title, given in COUNTS.items():
-    CASES[f"DDP: {title}"] = lambda given=given: same_training(DistributedDataParallel, given)
-
-
-@case
-def ddp_with_a_static_graph() -> None:
-    same_training(lambda model: DistributedDataParallel(model, static_graph=True), COUNTS["unequal counts"])
-
-
-@case
-def ddp_with_unused_parameters() -> None:
-    class WithUnused(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model, self.unused = model, nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.model(x)
-
-    same_training(
-        lambda model: DistributedDataParallel(WithUnused(model), find_unused_parameters=True), COUNTS["unequal counts"]
-    )
-
-
-@case
-def fsdp2() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    def shard(model: nn.Module) -> nn.Module:
-        for i in (0, 1, 3):  # a convolution, a norm, a convolution
-            fully_shard(model[i])
-        return fully_shard(model)
-
-    same_training(shard, COUNTS["unequal counts"])
-
-
-@case
-def activation_checkpointing() -> None:
-    def wrap(model: nn.Module) -> Callable:
-        ddp = DistributedDataParallel(model)
-        return lambda x: checkpoint(ddp, x, use_reentrant=False)
-
-    same_training(wrap, COUNTS["unequal counts"])
-
-
-def compiled(model: Callable, backend: object = "aot_eager", **options: object) -> Callable:
-    torch._dynamo.reset()
-    warnings.simplefilter("ignore")  # the compiler causes some of torch's own
-    return torch.compile(model, backend=backend, **options)
-
-
-@case
-def a_compiled_layer() -> None:
-    synced, single = layers(nn.BatchNorm2d(5))
-    compare(compiled(synced, fullgraph=True), single, COUNTS["unequal counts"], 4, 3)
-
-
-@nightly
-def a_block_inside_the_compiled_function() -> None:
-    counts, (synced, single) = COUNTS["unequal counts"], layers(nn.BatchNorm2d(5))
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        with tbbn.balance(synced, **own(counts), past_tasks=3, rank_counts=counts):
-            return synced(x)
-
-    x = random(30, 5, 4, 3)
-    with tbbn.balance(single, **sums(counts), past_tasks=3):
-        close(compiled(step, fullgraph=True)(x[own_rows(counts)]), single(x)[own_rows(counts)])
-
-
-@nightly
-def a_compiled_layer_takes_counts_that_vary() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
-
-    counter, (synced, single) = CompileCounterWithBackend("aot_eager"), layers(nn.BatchNorm2d(5))
-    call = compiled(synced, backend=counter, fullgraph=True)
-    for step in range(12):
-        counts = [(12 + step, 4 + step % 3), (9 + 2 * step, 5)]
-        rows, x = own_rows(counts), random(sum(map(sum, counts)), 5, 4, 3)
-        with tbbn.balance(single, **sums(counts), past_tasks=3), tbbn.balance(synced, **own(counts), past_tasks=3):
-            close(call(x[rows]), single(x)[rows])
-    assert counter.frame_count == 2  # one for the first count, one for all others
-
-
-@nightly
-def a_compiled_model() -> None:
-    same_training(lambda model: DistributedDataParallel(compiled(model, fullgraph=True)), COUNTS["unequal counts"])
-
-
-@nightly
-def compiled_with_ddp() -> None:
-    same_training(lambda model: compiled(DistributedDataParallel(model)), COUNTS["equal counts"])
 
 
 def main() -> None:
