@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 import torch
 from tinyrun import finish, tiny
+from torch import nn
 
+import tbbn
 from tbbn.bench.data import loading
 from tbbn.bench.data.augment import Shift
-from tbbn.bench.engine import EpochEnded, Event, setup
+from tbbn.bench.engine import EpochEnded, Event, setup, validate
 from tbbn.bench.engine.evaluate import evaluated_rows
 from tbbn.bench.engine.forward import evaluation_pass
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.step import Step
 from tbbn.errors import UserError
+from tbbn.plugins import temporary
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] can't allocate memory: you tried")])
@@ -157,6 +160,22 @@ def test_test_rows_in_whole_batches_are_the_first_ones() -> None:
     assert len(task.test) == 10
     assert torch.equal(evaluated_rows(run.config, task), task.test[:8])
     assert torch.equal(evaluated_rows(tiny(), task), task.test)
+
+
+def test_a_norm_is_tried_in_train_mode_though_the_backbone_comes_in_eval_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = validate.backbone
+    monkeypatch.setattr(validate, "backbone", lambda *arguments, **options: real(*arguments, **options).eval())
+    with temporary(fresh=True):
+
+        @tbbn.register_norm("untrainable", "a norm that works in eval mode only")
+        class Untrainable(nn.BatchNorm2d):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.training:
+                    raise ValueError("no training here")
+                return super().forward(x)
+
+        with pytest.raises(UserError, match="no training here"):
+            validate.check(tiny(norm__name="untrainable"))
 
 
 def test_a_phase_trains_what_it_says_in_the_mode_it_says() -> None:
