@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tbbn.bench.api import load, run, sweep
-    from tbbn.nn import balance, convert, functional, penalty, register_converter, revert, splits
+    from tbbn.nn import ReplayBatchSampler, balance, convert, functional, penalty, register_converter, revert, splits
     from tbbn.nn.adab2n import AdaptiveBalancedNorm
     from tbbn.nn.comparison import (
         BatchRenorm,
@@ -50,6 +50,7 @@ __all__ = [
     "ContinualNorm",
     "GroupNorm",
     "InstanceNorm",
+    "ReplayBatchSampler",
     "SwitchableNorm",
     "TaskBalancedBatchNorm1d",
     "TaskBalancedBatchNorm2d",

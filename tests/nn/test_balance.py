@@ -137,7 +137,11 @@ def test_a_model_without_a_balanced_layer_is_an_error_with_the_remedy():
         ({"current": 8, "past_tasks": 1}, UserError, "give both current and memory"),
         ({"current": -8, "memory": 4, "past_tasks": 1}, UserError, "current must not be negative, got -8"),
         ({"current": 8, "memory": 4, "past_tasks": -1}, UserError, "past_tasks must not be negative, got -1"),
-        ({"is_memory": torch.zeros(12), "past_tasks": 1}, TypeError, "is_memory must be a 1-d bool tensor"),
+        (
+            {"is_memory": torch.zeros(12), "past_tasks": 1},
+            TypeError,
+            "is_memory must be 1-d with one bool per row",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_clear_line(arguments, kind, message):

@@ -21,13 +21,15 @@ def _registered():
         yield
 
 
-@pytest.mark.parametrize("page", ["method.md", "norms.md"])
+@pytest.mark.parametrize("page", ["loaders.md", "method.md", "norms.md"])
 def test_pages(page):
     result = doctest.testfile(str(DOCS / page), module_relative=False)
     assert result.attempted > 3 and result.failed == 0
 
 
-@pytest.mark.parametrize("name", ["tbbn.nn.plan", "tbbn.nn.modules", "tbbn.nn.convert", "tbbn.errors"])
+@pytest.mark.parametrize(
+    "name", ["tbbn.nn.plan", "tbbn.nn.modules", "tbbn.nn.convert", "tbbn.nn.sampler", "tbbn.errors"]
+)
 def test_docstrings(name):
     result = doctest.testmod(importlib.import_module(name), extraglobs={"tbbn": tbbn, "torch": torch})
     assert result.attempted > 0 and result.failed == 0

@@ -104,7 +104,7 @@ def test_plan_rows_sum_to_one_and_every_row_is_placed(n_current, n_memory, past,
 def test_masked_layout_is_the_counted_one_with_its_rows_moved():
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     is_memory = (torch.arange(64) >= 48)[order]
-    straight, shuffled = plan_of(Layout(48, 16, 4)), plan_of(make_layout(None, None, is_memory, 4, None))
+    straight, shuffled = plan_of(Layout(48, 16, 4)), plan_of(make_layout(None, None, is_memory, 4, None, "paper"))
     # The i-th current row of the shuffled batch takes the i-th current place, whatever it held before.
     place = torch.where(is_memory, 47 + is_memory.cumsum(0), (~is_memory).cumsum(0) - 1)
     assert torch.equal(shuffled.gather, straight.gather[:, place])
@@ -170,10 +170,10 @@ def test_wrong_options_are_one_clear_line(options, message):
         ((48, -1, None, 2, None), UserError, "memory must not be negative, got -1"),
         ((48, 16, None, -1, None), UserError, "past_tasks must not be negative, got -1"),
         ((48.0, 16, None, 2, None), TypeError, "current must be a whole number, got 48.0"),
-        ((None, None, torch.ones(64), 2, None), TypeError, r"1-d bool tensor .* got torch.float32 \(64,\)"),
+        ((None, None, torch.ones(64), 2, None), TypeError, r"1-d with one bool per row, got torch.float32 \(64,\)"),
         ((None, None, torch.ones(8, 8, dtype=torch.bool), 2, None), TypeError, r"got torch.bool \(8, 8\)"),
-        ((None, None, [True, False], 2, None), TypeError, r"got \[True, False\]"),
-        ((48, 16, None, 2, torch.zeros(64)), TypeError, "task_ids must be a 1-d integer tensor"),
+        ((None, None, ["a", "b"], 2, None), TypeError, r"one bool per row, got \['a', 'b'\]"),
+        ((48, 16, None, 2, None, "even"), UserError, "split rule"),
         ((48, 16, None, 2, torch.zeros(60, dtype=torch.int64)), UserError, "60 entries but the layout covers 64 rows"),
     ],
 )

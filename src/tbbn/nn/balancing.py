@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from tbbn.errors import UserError
 from tbbn.nn.active import Block, enter, leave
 from tbbn.nn.convert import is_norm
 from tbbn.nn.modules import BalancedNorm, PlannedNorm
-from tbbn.nn.plan import make_layout
+from tbbn.nn.plan import make_layout, row_values, whole_number
 from tbbn.nn.sync import Counts, share_counts
+
+Rows = Tensor | Sequence[Any]  # one value per row; numpy arrays too
 
 
 class balance:
@@ -23,31 +25,47 @@ class balance:
 
     ``with tbbn.balance(model, current=48, memory=16, past_tasks=t): loss = criterion(model(images), labels)``
 
+    Say in one of four ways which rows are memory:
+
+    - ``current=48, memory=16, past_tasks=t``: counts; current rows come first;
+    - ``is_memory=mask, past_tasks=t``: a bool per row, for a shuffled batch;
+    - ``labels=y, current_classes=range(40, 50), past_tasks=t``: rows of other classes are memory. Use it with a reservoir, which
+      also holds rows of the current task;
+    - ``task_ids=ids, current_task=t``: rows of other tasks are memory.
+
     Args:
         module: a model with layers made by :func:`tbbn.convert`.
-        current, memory: the number of rows of the task being learnt, and of replayed rows; current rows come first.
-        is_memory: instead of the counts, for a shuffled batch: a bool per row (on the CPU, to avoid a device sync).
-        past_tasks: the number of tasks learnt before this one; 0 in the first task.
-        task_ids: the task of each row, 0-based; used by layers with ``wants_task_ids`` (AdaB2N), ignored by the others.
+        current, memory: the number of rows of the task being learnt, and of replayed rows.
+        is_memory, labels, task_ids: one value per row: a tensor, an array or a list. Reading a GPU tensor makes the host wait.
+        current_classes: the labels of the task being learnt.
+        current_task: its number, 0-based.
+        past_tasks: the number of tasks learnt before this one; 0 in the first task. ``current_task`` unless it is given.
+        task_ids: may also be given with the counts or the mask, for layers with ``wants_task_ids`` (AdaB2N).
+        rule: how to round the number of splits (:func:`tbbn.splits`). By default it is the layers' rule; in the last three forms,
+            whose counts vary, "uneven" takes the place of the paper's.
         rank_counts: for layers with ``sync=True``: the current and memory rows of every rank, ``[(48, 16), (40, 16)]``. Without
             it the ranks tell each other when they enter the block.
         rows_per_sample: for models in which batch norms get several rows a sample, one after another: tokens, boxes or frames. A
             layer whose input has that many times as many rows as the batch treats the rows of a sample as its pixels. "any":
             each layer takes the number from its input.
 
-    The layout holds inside the block only. Blocks may be nested, and each model has its own. Teachers in eval mode are
-    not affected.
+    The layout holds inside the block only, in the thread or asyncio task that entered it. Blocks may be nested, and each model
+    has its own. Teachers in eval mode are not affected.
     """
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        current: int | None = None,
-        memory: int | None = None,
-        is_memory: Tensor | None = None,
-        past_tasks: int,
-        task_ids: Tensor | None = None,
+        current: SupportsIndex | None = None,
+        memory: SupportsIndex | None = None,
+        is_memory: Rows | None = None,
+        labels: Rows | None = None,
+        current_classes: Iterable[SupportsIndex] | Tensor | None = None,
+        task_ids: Rows | None = None,
+        current_task: SupportsIndex | None = None,
+        past_tasks: SupportsIndex | None = None,
+        rule: str | None = None,
         rank_counts: Counts | None = None,
         rows_per_sample: int | Literal["any"] = 1,
     ) -> None:
@@ -56,7 +74,27 @@ class balance:
                 f"balance: rows_per_sample must be a whole number from 1, or 'any', got {rows_per_sample!r}."
             )
         self.rows_per_sample = rows_per_sample
-        self.layout = make_layout(current, memory, is_memory, past_tasks, task_ids)
+        ids = None if task_ids is None else row_values("task_ids", task_ids, "integer")
+        if labels is not None or current_classes is not None or current_task is not None:
+            if current is not None or memory is not None or is_memory is not None:
+                raise UserError(
+                    "balance: say in one way which rows are memory: counts, is_memory, labels or current_task."
+                )
+            if current_task is None:
+                is_memory = _of_other_classes(labels, current_classes)
+            elif labels is not None or current_classes is not None:
+                raise UserError(
+                    "balance: give either labels and current_classes, or task_ids and current_task, not both."
+                )
+            else:
+                current_task = whole_number("balance: current_task", current_task)
+                is_memory = _of_other_tasks(ids, current_task)
+                past_tasks = current_task if past_tasks is None else past_tasks
+        if past_tasks is None:
+            raise UserError(
+                "balance: give past_tasks, the number of tasks learnt before this one; 0 in the first task."
+            )
+        self.layout = make_layout(current, memory, is_memory, past_tasks, ids, rule)
         layers = list(balanced_layers(module))
         if not layers:
             raise _nothing_to_balance(module)
@@ -82,6 +120,29 @@ def _device(layer: nn.Module) -> torch.device:
     if tensor is not None:
         return tensor.device
     return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _of_other_classes(labels: Rows | None, current_classes: Iterable[SupportsIndex] | Tensor | None) -> Tensor:
+    if labels is None or current_classes is None:
+        raise UserError("balance: give both labels (one per row) and current_classes (the labels of the current task).")
+    classes = current_classes.tolist() if isinstance(current_classes, Tensor) else current_classes
+    if not isinstance(classes, Iterable) or isinstance(classes, str):
+        raise TypeError(f"balance: current_classes must be a range or a list of labels, got {current_classes!r}.")
+    known = [whole_number("balance: a label of current_classes", c) for c in classes]
+    rows = row_values("labels", labels, "integer").cpu().long()
+    return ~torch.isin(rows, torch.tensor(known, dtype=torch.int64, device="cpu"))
+
+
+def _of_other_tasks(task_ids: Tensor | None, current_task: int) -> Tensor:
+    if task_ids is None:
+        raise UserError("balance: give task_ids (one per row) with current_task.")
+    rows = task_ids.cpu()
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) <= current_task:
+        raise UserError(
+            f"balance: task_ids must lie in 0..{current_task} for current_task={current_task}, "
+            f"got {int(rows.min())}..{int(rows.max())}."
+        )
+    return rows != current_task
 
 
 def _nothing_to_balance(module: nn.Module) -> UserError:

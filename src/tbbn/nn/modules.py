@@ -250,9 +250,11 @@ class TaskBalancedBatchNorm2d(PlannedNorm, nn.BatchNorm2d):
     Each sample's gradient reaches :math:`\gamma` and :math:`\beta` once, as in batch norm: the gradient of :math:`\beta`
     equals batch norm's. Only the statistics are balanced.
 
-    Args: as ``nn.BatchNorm2d``, and by keyword ``rule`` ("paper", "current", "uneven": see :func:`tbbn.splits`), ``case``
-    (ablations 1 to 4), ``memory`` ("averaged" or "own"), ``total_variance`` (add the variance between splits to the running
-    variance), ``output_statistics`` (take the running statistics from the output, an error of the released ablation code).
+    Args: as ``nn.BatchNorm2d``, and by keyword ``rule`` ("paper", "current", "uneven": see :func:`tbbn.splits`; "paper" becomes
+    "uneven" where ``balance`` is told the kind of each row, because counts then vary), ``case`` (ablations 1 to 4), ``memory``
+    ("averaged" or "own"), ``total_variance`` (add the variance between splits to the running variance), ``output_statistics``
+    (take the running statistics from the output, an error of the released ablation code), ``sync`` and ``process_group``
+    (statistics over all ranks).
 
     Shape: input and output (N, C, H, W), any memory format.
 

@@ -10,10 +10,11 @@ Divided by its column sums it distributes split statistics to rows (``Plan.scatt
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> i
     - ``"paper"``: the largest common divisor of both counts that is at most ``r``;
     - ``"current"``: the largest divisor of ``current`` that is at most ``r`` (memory rows are shared by all splits, so their
       number need not be divisible);
-    - ``"uneven"``: ``r`` rounded; split sizes differ by at most one row.
+    - ``"uneven"``: ``r`` rounded; split sizes differ by at most one row. For counts that vary: a common divisor would jump from
+      batch to batch.
 
     If a rule gives 1 although ``r >= 2`` (a short last batch, for example), uneven splits are used.
 
@@ -44,12 +46,7 @@ def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> i
     >>> splits(47, 16, 3)
     9
     """
-    for name, value in (("current", current), ("memory", memory), ("past_tasks", past_tasks)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"splits: {name} must be a whole number, got {value!r}.")
-        if not 0 <= value < _MOST:
-            allowed = "not be negative" if value < 0 else f"be below {_MOST}"
-            raise UserError(f"splits: {name} must {allowed}, got {value}.")
+    current, memory, past_tasks = _counts("splits", current, memory, past_tasks)
     if rule not in RULES:
         raise unknown_name("split rule", str(rule), RULES)
     if not (current and memory and past_tasks):
@@ -64,6 +61,27 @@ def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> i
     return uneven if best == 1 and wanted >= 2 * memory else best
 
 
+def _counts(owner: str, current: Any, memory: Any, past_tasks: Any) -> tuple[int, int, int]:
+    """The three numbers as ``int``; they may be numpy's or tensors."""
+    named = (("current", current), ("memory", memory), ("past_tasks", past_tasks))
+    return cast(tuple[int, int, int], tuple(whole_number(f"{owner}: {name}", value) for name, value in named))
+
+
+def whole_number(what: str, value: Any) -> int:
+    if type(value) is not int:
+        given = value
+        try:
+            if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+                raise TypeError
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{what} must be a whole number, got {given!r}.") from None
+    if not 0 <= value < _MOST:
+        allowed = "not be negative" if value < 0 else f"be below {_MOST}"
+        raise UserError(f"{what} must {allowed}, got {value}.")
+    return value
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Which rows of a batch are memory, and how many past tasks they come from. Made by :func:`tbbn.balance`."""
@@ -73,6 +91,7 @@ class Layout:
     past_tasks: int
     is_memory: Tensor | None = None  # (B,) bool on the CPU; None: rows [0, current) are current
     task_ids: Tensor | None = None  # (B,) integers on any device, 0-based; for layers with ``wants_task_ids``
+    rule: str | None = None  # of splits; None: what the options of a layer say
 
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # plans, shared by all layers
 
@@ -84,7 +103,7 @@ class Layout:
         """Equal for layouts of the same rows."""
         mask = None if self.is_memory is None else tuple(self.is_memory.tolist())
         known = type(self) is Layout and self.task_ids is None  # else the same object only
-        return self.current, self.memory, self.past_tasks, mask, None if known else id(self)
+        return self.current, self.memory, self.past_tasks, self.rule, mask, None if known else id(self)
 
     def memory_mask(self) -> Tensor:  # (B,) bool
         if self.is_memory is not None:
@@ -120,42 +139,46 @@ class Layout:
 
 
 def make_layout(
-    current: int | None, memory: int | None, is_memory: Tensor | None, past_tasks: int, task_ids: Tensor | None
+    current: Any, memory: Any, is_memory: Any, past_tasks: Any, task_ids: Tensor | None, rule: str | None = None
 ) -> Layout:
     """A layout from the arguments of :func:`tbbn.balance`, checked; each error is one line."""
     if is_memory is not None:
         if current is not None or memory is not None:
             raise UserError("balance: give either current and memory, or is_memory, not both.")
-        if not isinstance(is_memory, Tensor) or is_memory.dtype != torch.bool or is_memory.dim() != 1:
-            what = f"{is_memory.dtype} {tuple(is_memory.shape)}" if isinstance(is_memory, Tensor) else repr(is_memory)
-            raise TypeError(f"balance: is_memory must be a 1-d bool tensor with one entry per row, got {what}.")
-        is_memory = is_memory.cpu()  # plans are built on the CPU
+        is_memory = row_values("is_memory", is_memory, "bool").cpu()  # plans are built on the CPU
         memory = int(is_memory.sum())
         current = is_memory.numel() - memory
     elif current is None or memory is None:
         raise UserError("balance: give both current and memory (row counts), or is_memory (a bool per row).")
-    for name, value in (("current", current), ("memory", memory), ("past_tasks", past_tasks)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"balance: {name} must be a whole number, got {value!r}.")
-        if not 0 <= value < _MOST:
-            allowed = "not be negative" if value < 0 else f"be below {_MOST}"
-            raise UserError(f"balance: {name} must {allowed}, got {value}.")
-    if task_ids is not None:
-        if not isinstance(task_ids, Tensor) or task_ids.dtype not in (torch.int64, torch.int32) or task_ids.dim() != 1:
-            raise TypeError("balance: task_ids must be a 1-d integer tensor with one 0-based task number per row.")
-        if task_ids.numel() != current + memory:
-            raise UserError(
-                f"balance: task_ids has {task_ids.numel()} entries but the layout covers {current + memory} rows."
-            )
+    current, memory, past_tasks = _counts("balance", current, memory, past_tasks)
+    if task_ids is not None and task_ids.numel() != current + memory:
+        raise UserError(
+            f"balance: task_ids has {task_ids.numel()} entries but the layout covers {current + memory} rows."
+        )
+    if rule is not None and rule not in RULES:
+        raise unknown_name("split rule", str(rule), RULES)
     if is_memory is None and task_ids is None and not torch.compiler.is_compiling():
-        return _counted(current, memory, past_tasks)
-    return Layout(current, memory, past_tasks, is_memory, task_ids)
+        return _counted(current, memory, past_tasks, rule)
+    return Layout(current, memory, past_tasks, is_memory, task_ids, rule)
+
+
+def row_values(name: str, value: Any, kind: str) -> Tensor:
+    """One value per row as a 1-d tensor: of ``kind`` "bool" or "integer". Takes tensors, arrays and lists."""
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"balance: {name} must be 1-d with one {kind} per row, got {value!r}.") from None
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if tensor.dim() != 1 or not (tensor.dtype == torch.bool if kind == "bool" else is_whole):
+        got = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise TypeError(f"balance: {name} must be 1-d with one {kind} per row, got {got}.")
+    return tensor
 
 
 @cache
-def _counted(current: int, memory: int, past_tasks: int) -> Layout:
+def _counted(current: int, memory: int, past_tasks: int, rule: str | None) -> Layout:
     """One layout, and so one plan, for all batches with the same counts. Never freed: a CUDA graph may still read it."""
-    return Layout(current, memory, past_tasks)
+    return Layout(current, memory, past_tasks, rule=rule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +249,12 @@ class PlanOptions:
         if self.kind == "weighted" and replace(self, kind="tbbn") != PlanOptions():
             raise UserError("weighted: it has no splits, so rule, case, memory and total_variance do not apply.")
 
+    def rule_for(self, layout: Layout) -> str:
+        """The rule given to ``balance``, or the layer's. The paper's is for fixed counts: with a kind per row they vary."""
+        if layout.rule is not None:
+            return layout.rule
+        return "uneven" if self.rule == "paper" and layout.is_memory is not None else self.rule
+
 
 def _build(layout: Layout, options: PlanOptions, device: torch.device, dtype: torch.dtype) -> Plan | None:
     """Built on the CPU in double precision, then moved: plans are small, and rounding in them would show."""
@@ -233,7 +262,7 @@ def _build(layout: Layout, options: PlanOptions, device: torch.device, dtype: to
         return None
     if options.kind == "weighted":
         return _weighted(layout).to(device, dtype)
-    r = splits(layout.current, layout.memory, layout.past_tasks, options.rule)
+    r = splits(layout.current, layout.memory, layout.past_tasks, options.rule_for(layout))
     if r == 1:
         return None
     plan = _split(layout, r, options)

@@ -54,7 +54,12 @@ def share_counts(layout: Layout, groups: Mapping[Any, torch.device], given: Coun
         group: _gather_counts(layout, group, device) if given is None else _checked(layout, group, given)
         for group, device in groups.items()
     }
-    if layout.is_memory is None and layout.task_ids is None and not torch.compiler.is_compiling():
+    if (
+        layout.is_memory is None
+        and layout.task_ids is None
+        and layout.rule is None
+        and not torch.compiler.is_compiling()
+    ):
         return _counted(layout.current, layout.memory, layout.past_tasks, tuple(counts.items()))
     return RankLayout(**{f.name: getattr(layout, f.name) for f in fields(layout) if f.init}, counts=counts)
 
@@ -112,7 +117,8 @@ def _build(layout: RankLayout, group: Any, options: PlanOptions) -> RankPlan:
     """Built on the CPU in double precision from the plan of the whole batch."""
     rank, counts = dist.get_rank(group), layout.counts[group]
     current, memory = (sum(rows) for rows in zip(*counts, strict=True))
-    plan = Layout(current, memory, layout.past_tasks).plan(options) or one_group(current + memory)
+    whole = Layout(current, memory, layout.past_tasks, rule=options.rule_for(layout))
+    plan = whole.plan(options) or one_group(current + memory)
     # Where the current and the memory rows of each rank begin in the whole batch.
     starts = [(sum(c for c, _ in counts[:k]), current + sum(m for _, m in counts[:k])) for k in range(len(counts))]
     shares = [

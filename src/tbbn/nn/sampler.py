@@ -1,0 +1,118 @@
+"""``tbbn.ReplayBatchSampler``: batches with a fixed number of current and memory rows, from any two datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from tbbn.errors import UserError, unknown_name
+from tbbn.nn.plan import whole_number
+
+LENGTHS = ("longer", "current")
+
+
+class ReplayBatchSampler(Sampler[list[int]]):
+    """Batches ``[current ; memory]`` for a ``DataLoader`` over ``ConcatDataset([current_data, memory_data])``.
+
+    Args:
+        current_data, memory_data: the two datasets, or their lengths.
+        current, memory: rows of each in a batch. Every batch is full: a dataset that ends is shuffled and begins again.
+        length: the batches of an epoch: "longer" (until both datasets have been seen), "current" (until the current one has
+            been), or a number.
+        seed: of the order. Each epoch has another order; ``set_epoch`` chooses it.
+
+    Without memory rows (the first task) batches are made of ``current + memory`` current rows. The attributes ``current`` and
+    ``memory`` are the counts of every batch, for :func:`tbbn.balance`.
+
+    Example::
+
+        >>> sampler = ReplayBatchSampler(100, 30, current=6, memory=2)
+        >>> len(sampler), [len(batch) for batch in sampler][0]
+        (17, 8)
+    """
+
+    def __init__(
+        self,
+        current_data: Sized | int,
+        memory_data: Sized | int,
+        *,
+        current: int = 48,
+        memory: int = 16,
+        length: str | int = "longer",
+        seed: int = 0,
+    ) -> None:
+        sizes = [data if not isinstance(data, Sized) else len(data) for data in (current_data, memory_data)]
+        self.sizes = tuple(whole_number("ReplayBatchSampler: the length of a dataset", n) for n in sizes)
+        self.current = whole_number("ReplayBatchSampler: current", current)
+        self.memory = whole_number("ReplayBatchSampler: memory", memory)
+        if not (self.sizes[0] and self.current):
+            raise UserError("ReplayBatchSampler: there must be current rows, in the dataset and in a batch.")
+        if not self.sizes[1]:
+            self.current, self.memory = self.current + self.memory, 0
+        self.seed = whole_number("ReplayBatchSampler: seed", seed)
+        self.batches = self._epoch_length(length)
+        self.epoch = 0
+        self._next = 0  # batches of this epoch that have been given
+
+    def _epoch_length(self, length: str | int) -> int:
+        if not isinstance(length, str):
+            batches = whole_number("ReplayBatchSampler: length", length)
+            if not batches:
+                raise UserError("ReplayBatchSampler: length must be positive, got 0.")
+            return batches
+        if length not in LENGTHS:
+            raise unknown_name("length of an epoch", length, LENGTHS)
+        passes = [-(-n // k) for n, k in zip(self.sizes, (self.current, self.memory), strict=True) if k]
+        return max(passes) if length == "longer" else passes[0]
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start epoch number ``epoch``; without it each iteration is the next epoch."""
+        self.epoch, self._next = whole_number("ReplayBatchSampler: epoch", epoch), 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        current, memory = (
+            _order(n, k * self.batches, self.seed, self.epoch, kind).view(self.batches, k)
+            for kind, (n, k) in enumerate(zip(self.sizes, (self.current, self.memory), strict=True))
+        )
+        epoch = self.epoch
+        rows = torch.cat([current, memory + self.sizes[0]], 1).tolist()
+        while self.epoch == epoch and self._next < self.batches:
+            self._next += 1
+            yield rows[self._next - 1]
+        if self.epoch == epoch:
+            self.set_epoch(epoch + 1)
+
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands. Workers of a ``DataLoader`` fetch ahead: with them, say how many batches were trained."""
+        done = self._next if batches is None else whole_number("ReplayBatchSampler: batches", batches)
+        return {"epoch": self.epoch, "batches": done, **self._fixed()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the batch after the last one of ``state``."""
+        changed = [f"{k} was {state.get(k)}, is {v}" for k, v in self._fixed().items() if state.get(k) != v]
+        if changed:
+            raise UserError(f"ReplayBatchSampler: the state is of other batches: {'; '.join(changed)}.")
+        self.set_epoch(state["epoch"])
+        self._next = whole_number("ReplayBatchSampler: batches", state["batches"])
+        if self._next >= self.batches:  # the epoch is over
+            self.set_epoch(self.epoch + 1)
+
+    def _fixed(self) -> dict[str, Any]:
+        return {
+            "sizes": list(self.sizes), "counts": [self.current, self.memory], "length": self.batches, "seed": self.seed,
+        }  # fmt: skip
+
+
+def _order(n: int, wanted: int, seed: int, epoch: int, kind: int) -> Tensor:
+    """``wanted`` rows of ``n``: as many shuffled passes as it takes."""
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + epoch) * 2 + kind) % 2**63)
+    passes = -(-wanted // n) if wanted else 0
+    rows = [torch.randperm(n, generator=generator) for _ in range(passes)]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *rows])[:wanted]
