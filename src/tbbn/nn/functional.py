@@ -84,6 +84,8 @@ def task_balanced_batch_norm(
     ``plan=None`` means that there is nothing to balance: batch norm in training mode. Statistics are computed in float32, or in
     float64 for float64 input.
     """
+    if eps <= 0:
+        raise ValueError(f"task_balanced_batch_norm: eps must be positive, got {eps}.")
     if plan is not None and x.shape[0] != plan.scatter.shape[0]:
         raise UserError(
             f"task_balanced_batch_norm: the plan covers {plan.scatter.shape[0]} rows but the input has {x.shape[0]}."
