@@ -58,7 +58,7 @@ def test_output_gradients_and_running_statistics_equal_the_literal_form(problem)
     r = splits_by_trial(int((~is_memory).sum()), int(is_memory.sum()), past, rule)
     if r == 1:
         return
-    plan = make_layout(None, None, is_memory, past, None).plan(PlanOptions(rule=rule, memory=memory), CPU, SINGLE)
+    plan = make_layout(None, None, is_memory, past, None, rule).plan(PlanOptions(memory=memory), CPU, SINGLE)
     weight, bias = (torch.randn(c, generator=generator) if affine else None for _ in range(2))
     grad = torch.randn(x.shape, generator=generator)
     results = []

@@ -67,7 +67,7 @@ def a_shuffled_batch() -> None:
     order = torch.where(order < current, (order < current).cumsum(0) - 1, current + (order >= current).cumsum(0) - 1)
     with (
         tbbn.balance(single, **sums(counts), past_tasks=3),
-        tbbn.balance(synced, is_memory=order >= current, past_tasks=3),
+        tbbn.balance(synced, is_memory=order >= current, past_tasks=3, rule="paper"),
     ):
         close(synced(x[rows][order]), single(x)[rows][order])
 

@@ -48,7 +48,7 @@ def test_output_gradients_and_running_statistics_equal_the_literal_form(problem)
     x, is_memory, past, rule, affine, memory, generator = problem
     c = x.shape[1]
     r = splits_by_trial(int((~is_memory).sum()), int(is_memory.sum()), past, rule)
-    plan = make_layout(None, None, is_memory, past, None).plan(PlanOptions(rule=rule, memory=memory), CPU, DOUBLE)
+    plan = make_layout(None, None, is_memory, past, None, rule).plan(PlanOptions(memory=memory), CPU, DOUBLE)
     if r == 1:
         assert plan is None
         return
