@@ -189,3 +189,12 @@ def test_a_layout_of_counts_is_never_freed():
         make_layout(n, 16, None, 9, None)
     gc.collect()
     assert layout() is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_tasks_of_rows_have_the_type_that_is_asked_for(dtype):
+    found = Layout(2, 1, 2).membership(CPU, dtype)
+    assert found.dtype == dtype
+    assert found.tolist() == [[0, 0, 1], [0, 0, 1], [0.5, 0.5, 0]]  # a memory row is of both past tasks
+    known = Layout(1, 2, 2, task_ids=torch.tensor([2, 0, 1])).membership(CPU, dtype)
+    assert known.dtype == dtype and known.tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
