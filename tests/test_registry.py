@@ -63,7 +63,13 @@ def test_what_is_built_in_has_a_line_and_says_where_it_comes_from(registry: Any)
 
 
 def test_defaults_are_for_configs() -> None:
-    assert METHODS.defaults("lucir") == {"less_forget": 5.0, "ranking": 1.0, "margin": 0.5, "top_k": 2, "imprint": False}
+    assert METHODS.defaults("lucir") == {
+        "less_forget": 5.0,
+        "ranking": 1.0,
+        "margin": 0.5,
+        "top_k": 2,
+        "imprint": False,
+    }
     assert NORMS.defaults("gn") == {"groups": 16, "channels_per_group": 0}
     assert NORMS.options("gn")["eps"].default is None  # that of the layer it replaces
     assert NORMS.defaults("brn")["momentum"] == 0.01
