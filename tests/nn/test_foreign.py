@@ -167,6 +167,13 @@ def test_a_forward_that_does_not_reach_the_normalisation_raises(x):
     assert torch.equal(layer.eval()(x), ready(nn.BatchNorm2d).eval()(x))
 
 
+def test_a_forward_replaced_on_the_object_is_refused(x):
+    layer = nn.BatchNorm2d(4)
+    layer.forward = lambda x: nn.BatchNorm2d.forward(layer, x).relu()
+    with pytest.raises(UserError, match="convert: the forward of a BatchNorm2d was replaced on the object itself"):
+        tbbn.convert(nn.Sequential(layer))
+
+
 def test_a_converter_says_what_surrounds_the_normalisation(x, converters):
     @tbbn.register_converter(ByHand)
     def forward(layer, normalise, x):

@@ -147,6 +147,11 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     cls = classes[_dims(old) - 1] if len(classes) == 3 else classes[0]
     if isinstance(old, _LazyNormBase):
         return _make_lazy(cls, old, options)
+    if "forward" in vars(old):  # it would go on running on the old layer
+        raise UserError(
+            f"convert: the forward of a {type(old).__name__} was replaced on the object itself; undo that first, put it into "
+            "a class, or leave the layer out: tbbn.convert(..., skip=[...])."
+        )
     own = own_class(old)
     target = cls if own is None else own if cls in _PLAIN else combine(own, cls)
     if type(old) is target and not options:
