@@ -55,7 +55,7 @@ class Tasks:
         return found
 
     def balance(self, model: nn.Module, task_ids: Tensor) -> tbbn.balance:
-        return tbbn.balance(model, is_memory=task_ids != self.task, past_tasks=self.task, task_ids=task_ids)
+        return tbbn.balance(model, task_ids=task_ids, current_task=self.task)
 
 
 def labels_of(batch: Any) -> Tensor:
