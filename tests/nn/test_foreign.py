@@ -326,7 +326,7 @@ def model():
         (lambda name, module: name.startswith("s"), {"stem"}),
         ((), set()),
     ],
-    ids=str,
+    ids=["list", "parent", "patterns", "classes", "class", "function", "nothing"],
 )
 def test_skip_leaves_layers_alone(skip, left):
     converted = tbbn.convert(model(), skip=skip)
