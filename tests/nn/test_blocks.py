@@ -207,3 +207,17 @@ def test_several_layouts_of_the_same_images_with_a_backward_each(use_reentrant):
             y.pow(2).sum().backward()
         found.append(x.grad)
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_several_rows_a_sample_are_repeated_as_they_were(use_reentrant):
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = tbbn.convert(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))).double()
+        x = torch.randn(24, 5, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+        with tbbn.balance(model, **EIGHT, rows_per_sample=2):
+            y = checkpointed(model, x, use_reentrant) if recompute else model(x)
+        y.pow(3).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)

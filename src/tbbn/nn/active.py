@@ -104,10 +104,13 @@ class Forward:
 
     layout: Layout | None
     pixel: Tensor | None  # (C,)
+    folded: bool = False  # whether its input may have come with several rows a sample
     repeated: bool = False
 
     @classmethod
-    def of(cls, layout: Layout | None, x: Tensor) -> Forward:
+    def of(cls, block: Block | None, x: Tensor) -> Forward:
+        layout = None if block is None else block.layout
+        folded = block is not None and block.rows_per_sample != 1
         if (
             torch._C._are_functorch_transforms_active()
             or torch._C._len_torch_dispatch_stack()
@@ -115,8 +118,8 @@ class Forward:
             or not x.shape[0]
             or (x.is_cuda and torch.cuda.is_current_stream_capturing())
         ):
-            return cls(layout, None)
-        return cls(layout, _pixel(x).clone())
+            return cls(layout, None, folded)
+        return cls(layout, _pixel(x).clone(), folded)
 
 
 def _pixel(x: Tensor) -> Tensor:

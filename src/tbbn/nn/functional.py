@@ -11,8 +11,9 @@ With them, for each channel:
     mean[j], var[j]   gather @ m,  sum over b of gather[j, b] * (v[b] + (m[b] - mean[j])^2)
     y[b]              x[b] * A[b] + S[b]  with  A = scatter @ (weight / std),  S = bias - scatter @ (weight * mean / std)
 
-Memory rows are in all groups, yet no tensor of size (r, B, C, H, W) exists. :func:`reference` is this in tensor operations that
-autograd and ``torch.compile`` understand. Faster forms of the same function are in ``tbbn.accelerators``, which is optional.
+In the code ``product(a, b)`` is ``a @ b``. Memory rows are in all groups, yet no tensor of size (r, B, C, H, W) exists.
+:func:`reference` is this in tensor operations that autograd and ``torch.compile`` understand. Faster forms of it are
+in ``tbbn.accelerators``, which is optional.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def task_balanced_batch_norm(
     if torch.jit.is_tracing():
         raise UserError("torch.jit.trace would keep the layout of one batch; trace the model in eval mode.")
     plan = plan.to(x.device, statistics_dtype(x))
-    if isinstance(plan, RankPlan):
+    if isinstance(plan, RankPlan):  # the groups have rows on other ranks too
         y, mean, var, plan = synchronised(x, weight, bias, plan, eps)
     else:
         y, mean, var = reference(x, weight, bias, plan, eps)

@@ -62,18 +62,17 @@ class BalancedNorm(_BatchNorm):
         """The layout for this training forward, and what :meth:`prepare` made of it; None and None outside ``balance``."""
         block = find(self)
         layout, prepared = (None, None) if block is None else (block.layout, block.prepared[self])
-        if block is not None and block.rows_per_sample != 1 and (per_sample := block.folds(x.shape[0])) > 1:
-            raise RowsPerSample(
-                f"{type(self).__name__}: takes one row a sample, got {per_sample}; use tbbn.convert(..., skip=[...]).",
-                per_sample,
-            )
-        if torch.compiler.is_compiling():
-            return layout, prepared  # row counts are checked by the plan's shape: numbers would be compiled in
         if recomputing():
             layout = recomputed_layout(type(self).__name__, list(self._forwards), x)
             prepared = None if layout is None else self.prepare(layout)
-        elif may_be_repeated():
-            self._forwards.append(Forward.of(layout, x))
+            if layout is not None and self._forwards[-1].folded and x.shape[0] > layout.rows:
+                raise self._folds(x.shape[0] // layout.rows)
+        elif block is not None and block.rows_per_sample != 1 and (per_sample := block.folds(x.shape[0])) > 1:
+            raise self._folds(per_sample)
+        if torch.compiler.is_compiling():
+            return layout, prepared  # row counts are checked by the plan's shape: numbers would be compiled in
+        if may_be_repeated() and not recomputing():
+            self._forwards.append(Forward.of(block, x))
         if layout is None and self._warns:
             self._warn()
         if layout is not None and x.shape[0] != layout.rows:
@@ -83,6 +82,12 @@ class BalancedNorm(_BatchNorm):
                 "samples (tokens, boxes, frames): rows_per_sample=, or tbbn.convert(..., skip=[...])."
             )
         return layout, prepared
+
+    def _folds(self, per_sample: int) -> RowsPerSample:
+        name = type(self).__name__
+        return RowsPerSample(
+            f"{name}: takes one row a sample, got {per_sample}; use tbbn.convert(..., skip=[...]).", per_sample
+        )
 
     def warn_outside(self) -> None:
         """Warn of the first training forward outside ``balance``, once: the model has been used inside."""
