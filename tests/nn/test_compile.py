@@ -1,9 +1,12 @@
 """torch.compile: one graph, no break, no recompilation from step to step, the same numbers."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import tbbn
 
@@ -96,6 +99,23 @@ def test_counts_that_vary_need_no_graph_each(fixed_size):
     assert counter.frame_count <= 3
     for a, b in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpointing_inside_compiled_code_and_around_it():
+    found = []
+    for compiled in (False, True):
+        model, x = network(), images(0).requires_grad_()
+        call = partial(checkpoint, model, use_reentrant=False)
+        with tbbn.balance(model, **layout(0, False)):
+            y = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(x)
+        y.pow(2).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    around = torch.compile(model, backend="aot_eager")
+    with tbbn.balance(model, **layout(0, False)):
+        y = checkpoint(around, x, use_reentrant=False)
+    with pytest.raises(CheckpointError):  # never a wrong gradient
+        y.sum().backward()
 
 
 def test_eval_after_training_and_training_after_eval():
