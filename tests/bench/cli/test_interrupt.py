@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ from tbbn.bench.engine import run
 from tbbn.bench.runs.interrupt import stop_on_signal
 from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.saved import run_saved
+
+
+@pytest.fixture(autouse=True)
+def hang_up() -> Iterator[None]:
+    """As in a terminal: nohup, under which tests may run, ignores the signal, and so does what it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_an_interrupt_in_a_step_is_one_line_and_the_run_resumes(
