@@ -39,7 +39,7 @@ def in_terminal(words: list[str], columns: int) -> tuple[int, str]:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize(("columns", "lanes"), [(100, "2"), (40, "1")])
+@pytest.mark.parametrize(("columns", "lanes"), [pytest.param(100, "2", marks=pytest.mark.nightly), (40, "1")])
 def test_bars_on_a_terminal(columns: int, lanes: str, tmp_path: Path) -> None:
     words = ["run", *TINY, "--seeds", "2", "--method", "eeil(balanced_epochs=2)", "--lanes", lanes]
     code, output = in_terminal([*words, "--out", str(tmp_path)], columns)
@@ -63,8 +63,14 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     process.stderr.close()
 
 
-@pytest.mark.parametrize("lanes", ["1", "2"])
-@pytest.mark.parametrize("closed", ["2>&1 | head -1", "2>&1 >/dev/null | true", ">&-", "2>&-", ">/dev/full"])
+CLOSED = ("2>&1 | head -1", "2>&1 >/dev/null | true", ">&-", "2>&-", ">/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("closed", "lanes"),
+    [*((closed, "1") for closed in CLOSED), (CLOSED[0], "2")]
+    + [pytest.param(closed, "2", marks=pytest.mark.nightly) for closed in CLOSED[1:]],
+)
 def test_training_goes_on_when_nobody_reads(closed: str, lanes: str, tmp_path: Path) -> None:
     words = ["run", *TINY, "--seeds", "2", "--out", str(tmp_path), "--name", "x", "--lanes", lanes]
     command = f"{{ {shlex.join([sys.executable, '-m', 'tbbn.bench.cli.main', *words])}; echo $? > {tmp_path}/code; }}"

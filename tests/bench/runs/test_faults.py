@@ -33,11 +33,11 @@ HELPERS = Path(__file__).parents[2] / "helpers"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-# By default a method with one phase and one with two; below, more methods are stopped at many steps in this process.
+# By default a method with two phases; below, more methods are stopped at many steps in this process.
 @pytest.mark.parametrize(
     "method",
     [
-        "ft",
+        pytest.param("ft", marks=pytest.mark.nightly),
         "eeil(balanced_epochs=4)",
         pytest.param("bic(correction_epochs=8)", marks=pytest.mark.nightly),
         pytest.param("podnet(finetune_epochs=4)", marks=pytest.mark.nightly),
