@@ -20,7 +20,7 @@ def effort(runs: Sequence[PendingRun], *, measure: bool = True) -> str:
     with a teacher or more phases take longer, runs in parallel on a GPU less.
     """
     config = runs[0].config
-    steps = sum(entry.all_steps for entry in forecast(config))
+    steps = forecast(config).all_steps
     words = f"{len(runs)} to do, {steps} steps each"
     if measure:
         device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")

@@ -14,8 +14,6 @@ from tbbn.bench import config
 from tbbn.bench.cli.main import main
 from tbbn.bench.cli.train import must_compile_kernels
 from tbbn.bench.config.toml import tomllib
-from tbbn.bench.data import loading
-from tbbn.bench.data.types import Part, Source
 from tbbn.bench.runs import sweep
 from tbbn.bench.runs.pending import PendingRun
 from tbbn.bench.runs.record import load_record
@@ -226,18 +224,18 @@ def test_a_dry_run_prints_config_layout_and_steps_and_does_nothing(tmp_path: Pat
     assert not (tmp_path / "none").exists()
 
 
-def test_a_dry_run_of_the_paper_has_its_numbers(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def part(n_each: int) -> Part:
-        labels = torch.arange(100).repeat_interleave(n_each)
-        return Part(torch.zeros(1, 3, 32, 32, dtype=torch.uint8).expand(len(labels), -1, -1, -1), labels)
-
-    fake = Source("cifar100", part(500), part(100), tuple(map(str, range(100))), (0.5,) * 3, (0.5,) * 3)
-    monkeypatch.setattr(loading, "load", lambda *_, **__: fake)
+def test_a_dry_run_of_the_paper_has_its_numbers_without_data(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["run", "--data", "cifar100", "--protocol", "paper", "--norm", "tbbn", "--dry-run", "--json"]) == 0
     forecast = json.loads(capsys.readouterr().out)
     assert [t["steps"] for t in forecast["tasks"]] == [70, 124, 124, 124, 124, 124, 126, 125, 124, 128]
     assert [t["splits"] for t in forecast["tasks"]] == [1, 2, 4, 8, 8, 8, 16, 16, 16, 16]
     assert forecast["steps"] == 160 * (70 + 6 * 124 + 126 + 125 + 128) and forecast["runs"] == 1
+    assert forecast["note"] == "" and not list(tmp_path.iterdir())
+    assert main(["run", "--data", "imagenet100", "--dry-run"]) == 0
+    assert "\nimagenet100: images and steps are estimates, with 1300 training images" in capsys.readouterr().out
 
 
 def test_other_settings_get_another_folder_and_a_dry_run_says_what_is_there(tmp_path: Path, capsys: Capture) -> None:

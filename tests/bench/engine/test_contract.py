@@ -78,7 +78,7 @@ def test_any_method_with_any_norm_in_any_scenario(method: str, norm: str, scenar
     budget = run.config.memory.budget if run.method.uses_memory else 0
     assert all(kept <= budget for kept in record.exemplars) and (record.exemplars[-1] > 0) == (budget > 0)
     # What --dry-run promises is what happened.
-    promised = forecast(run.config)
+    promised = forecast(run.config).tasks
     assert [entry.steps for entry in promised] == [main[t] for t in range(n)]
     assert [entry.splits for entry in promised] == record.splits
     assert [entry.exemplars for entry in promised[1:]] == record.exemplars[:-1]

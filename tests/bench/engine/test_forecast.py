@@ -5,32 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from tinyrun import tiny
 
 from tbbn.bench.config import RunConfig, resolve
-from tbbn.bench.data import loading
-from tbbn.bench.data.types import Part, Source
 from tbbn.bench.engine.forecast import forecast
-from tbbn.bench.engine.setup import scenario_of
+from tbbn.bench.engine.setup import outline_source, scenario_of
 from tbbn.errors import UserError
-
-
-def cifar(*_: Any, **__: Any) -> Source:
-    """A data set of CIFAR-100's sizes whose images are all one."""
-
-    def part(n_each: int) -> Part:
-        labels = torch.arange(100).repeat_interleave(n_each)
-        return Part(torch.zeros(1, 3, 32, 32, dtype=torch.uint8).expand(len(labels), -1, -1, -1), labels)
-
-    stats = (0.5, 0.5, 0.5)
-    return Source("cifar100", part(500), part(100), tuple(map(str, range(100))), stats, stats)
-
-
-@pytest.fixture(autouse=True)
-def no_files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = loading.load
-    monkeypatch.setattr(loading, "load", lambda name, *a, **k: cifar() if name == "cifar100" else real(name, *a, **k))
 
 
 def paper(**settings: Any) -> RunConfig:
@@ -39,7 +19,7 @@ def paper(**settings: Any) -> RunConfig:
 
 
 def test_the_papers_run_on_cifar100_step_by_step() -> None:
-    entries = forecast(paper())
+    entries = forecast(paper()).tasks
     assert [e.steps for e in entries] == [70, 124, 124, 124, 124, 124, 126, 125, 124, 128]
     assert [e.splits for e in entries] == [1, 2, 4, 8, 8, 8, 16, 16, 16, 16]
     # ceil(2000 / classes seen) of each class: 200, 100, 67, 50, 40, 34, 29, 25, 23.
@@ -51,43 +31,44 @@ def test_the_papers_run_on_cifar100_step_by_step() -> None:
 
 
 def test_the_class_order_of_seed_0_is_the_papers() -> None:
-    order = scenario_of(paper(seed=0), cifar()).class_order
+    config = paper(seed=0)
+    order = scenario_of(config, outline_source(config).source).class_order
     assert order[:10] == (26, 86, 2, 55, 75, 93, 16, 73, 54, 95)
 
 
 def test_whole_last_batches_are_not_needed_in_the_clean_protocol() -> None:
-    entries = forecast(resolve(("test", {"data.name": "cifar100"})))
+    entries = forecast(resolve(("test", {"data.name": "cifar100"}))).tasks
     assert [e.images for e in entries] == [5000] * 10
     assert entries[0].steps == -(-5000 // 64)
     assert entries[1].steps == max(-(-5000 // 48), -(-2000 // 16))
 
 
 def test_a_base_task_and_its_increments() -> None:
-    entries = forecast(paper(data__base_classes=50, data__tasks=6))
+    entries = forecast(paper(data__base_classes=50, data__tasks=6)).tasks
     assert [e.classes for e in entries] == [50, 10, 10, 10, 10, 10]
     assert [e.splits for e in entries] == [1, 2, 4, 8, 8, 8]
 
 
 def test_methods_change_batches_and_rows() -> None:
-    views = forecast(paper(method__name="balaug", norm__name="bn"))
+    views = forecast(paper(method__name="balaug", norm__name="bn")).tasks
     assert [(e.current, e.memory) for e in views[:3]] == [(64, 0), (48, 48), (48, 96)]
-    joint = forecast(paper(method__name="joint"))
+    joint = forecast(paper(method__name="joint")).tasks
     assert [e.images for e in joint] == [4500 * (t + 1) for t in range(10)]
     assert {(e.current, e.memory, e.exemplars, e.splits) for e in joint} == {(64, 0, 0, 1)}
-    union = forecast(paper(method__name="lucir", quirks=["current-from-union"]))
+    union = forecast(paper(method__name="lucir", quirks=["current-from-union"])).tasks
     assert union[1].steps > 4500 // 48
-    podnet = forecast(paper(method__name="podnet"))
+    podnet = forecast(paper(method__name="podnet")).tasks
     assert (podnet[1].current, podnet[1].memory) == (96, 32)
 
 
 def test_an_online_stream_is_cut_by_the_current_part_from_its_first_step() -> None:
-    entries = forecast(paper(data__online=True, batch__last="short"))
+    entries = forecast(paper(data__online=True, batch__last="short")).tasks
     assert {(e.current, e.memory, e.steps, e.epochs) for e in entries} == {(48, 16, -(-4500 // 48), 1)}
     assert [e.exemplars for e in entries[:3]] == [0, 2000, 2000]
 
 
 def test_only_the_tasks_to_be_learnt_are_forecast() -> None:
-    assert len(forecast(paper(data__stop_after=2))) == 2
+    assert len(forecast(paper(data__stop_after=2)).tasks) == 2
 
 
 def test_what_cannot_run_cannot_be_forecast() -> None:

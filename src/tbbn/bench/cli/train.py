@@ -283,15 +283,20 @@ def _dry_run(runs: list[PendingRun], as_json: bool) -> int:
     from tbbn.bench.report.tables import forecast_table
 
     config = runs[0].config
-    entries = forecast(config)
-    total = sum(entry.all_steps for entry in entries)
+    found = forecast(config)
     if as_json:
-        tasks = [asdict(entry) for entry in entries]
-        print(json.dumps({"config": cfg.to_dict(config), "tasks": tasks, "steps": total, "runs": len(runs)}, indent=1))
+        tree = {"config": cfg.to_dict(config), "tasks": [asdict(task) for task in found.tasks]}
+        print(json.dumps({**tree, "steps": found.all_steps, "runs": len(runs), "note": found.note}, indent=1))
         return 0
     print(cfg.to_toml(config))
-    print(forecast_table(entries).render("text"))
+    print(forecast_table(found.tasks).render("text"))
+    if found.note:
+        print(f"\n{printable(found.note)}.")
     others = f" This is the first of {len(runs)} runs; the others differ in method, norm or seed." if runs[1:] else ""
     print()
-    print(printable(f"{total} training steps (main phases) in {runs[0].directory}.{others} {_what_is_there(runs)}"))
+    print(
+        printable(
+            f"{found.all_steps} training steps (main phases) in {runs[0].directory}.{others} {_what_is_there(runs)}"
+        )
+    )
     return 0

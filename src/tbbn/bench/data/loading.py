@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tbbn.registry import DATASETS
 
 _DISSIMILAR = ("mnist", "fashion-mnist", "svhn", "cifar10", "stl10")
 _SEQUENCE_STATS: Stats = ((0.5, 0.5, 0.5), (1.0, 1.0, 1.0))  # those of the paper's code for its five data sets
-_SEQUENCE_SIZE = 32
+SEQUENCE_SIZE = 32
 
 
 def load(
@@ -42,14 +42,16 @@ def load(
         raise UserError(f"{name!r} under {str(root)!r}: a path cannot contain NUL")
     arguments = {"root": Path(root).expanduser(), "download": download, "unreadable": unreadable}
     arguments |= {"size": size, "on_progress": on_progress}
+    names = members(name)
+    return _load_one(name, arguments) if names == [name] else _load_sequence(name, names, arguments)
+
+
+def members(name: str) -> list[str]:
+    """The data sets of a sequence in order, or of any other name the name itself."""
     # The name of a folder may contain a plus sign.
     if name.startswith(("folder:", "packed:")) and Path(name.partition(":")[2]).expanduser().is_dir():
-        return _load_one(name, arguments)
-    parts = name.split("+")
-    if len(parts) == 1:
-        return _load_one(name, arguments)
-    names = [member for part in parts for member in (_DISSIMILAR if part == "dissimilar" else (part,))]
-    return _load_sequence(name, names, arguments)
+        return [name]
+    return [member for part in name.split("+") for member in (_DISSIMILAR if part == "dissimilar" else (part,))]
 
 
 def found(root: str | Path = "data") -> dict[str, bool]:
@@ -84,16 +86,20 @@ def _load_one(name: str, arguments: dict[str, Any]) -> Source:
     return make_source(name, contents, stats, arguments["size"])
 
 
-def _load_sequence(name: str, names: list[str] | tuple[str, ...], arguments: dict[str, Any]) -> Source:
+def _load_sequence(name: str, names: Sequence[str], arguments: dict[str, Any]) -> Source:
+    arguments = {**arguments, "size": arguments["size"] or SEQUENCE_SIZE}
+    return sequence(name, [_load_one(part, arguments) for part in names])
+
+
+def sequence(name: str, sources: Sequence[Source]) -> Source:
     """Several data sets as one, of one size and in RGB; the class ids of each follow those of the one before."""
-    arguments = {**arguments, "size": arguments["size"] or _SEQUENCE_SIZE}
-    sources = [_load_one(part, arguments) for part in names]
     parts = []
     for kind in ("train", "test"):
         images, labels, offset = [], [], 0
         for source in sources:
             part: Part = getattr(source, kind)
-            images.append(part.images.to("cpu").expand(-1, 3, -1, -1))
+            stored = part.images if isinstance(part.images, torch.Tensor) else part.images.to("cpu")
+            images.append(stored.expand(-1, 3, -1, -1))
             labels.append(part.labels + offset)
             offset += len(source.classes)
         parts.append(Part(torch.cat(images), torch.cat(labels)))

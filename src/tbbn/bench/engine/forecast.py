@@ -9,8 +9,8 @@ import torch
 from tbbn.bench.config import RunConfig
 from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.sampling import steps_per_epoch
-from tbbn.bench.engine.setup import full_batch, load_source, memory_of, method_of, ratio_of, scenario_of
-from tbbn.bench.engine.validate import check, check_memory
+from tbbn.bench.engine.setup import full_batch, memory_of, method_of, outline_source, ratio_of, scenario_of
+from tbbn.bench.engine.validate import check, check_data
 from tbbn.bench.methods import Method
 
 
@@ -31,14 +31,24 @@ class TaskForecast:
         return self.steps * self.epochs
 
 
-def forecast(config: RunConfig) -> list[TaskForecast]:
-    """One entry per task. Later phases of a method are not counted."""
+@dataclass(frozen=True)
+class Forecast:
+    tasks: list[TaskForecast]
+    note: str  # what is an estimate, because the data is not here; mostly empty
+
+    @property
+    def all_steps(self) -> int:
+        return sum(task.all_steps for task in self.tasks)
+
+
+def forecast(config: RunConfig) -> Forecast:
+    """What each task will do. Later phases of a method are not counted. Needs no images, and downloads nothing."""
     config = check(config)
     method = method_of(config)
-    source = load_source(config)
+    source, note = outline_source(config)
     scenario = scenario_of(config, source)
     store = memory_of(config)
-    check_memory(method, store, scenario, source)
+    check_data(config, method, store, scenario, source)
     class_sizes = torch.bincount(torch.cat([scenario.train_labels[task.train] for task in scenario.tasks])).tolist()
     entries: list[TaskForecast] = []
     kept: list[float] = []  # exemplars of each class
@@ -71,7 +81,7 @@ def forecast(config: RunConfig) -> list[TaskForecast]:
         )
         if method.uses_memory and store.budget:
             kept = _exemplars(store, class_sizes[: task.classes.stop])
-    return entries
+    return Forecast(entries, note)
 
 
 def _main_phase_rows(method: Method, new: list[int], kept: list[float]) -> tuple[int, int]:

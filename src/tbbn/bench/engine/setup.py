@@ -16,6 +16,7 @@ from tbbn.bench.data.augment import augmentation
 from tbbn.bench.data.batches import BatchMaker
 from tbbn.bench.data.device import DeviceDataset, place_on_device
 from tbbn.bench.data.memory import ExemplarMemory
+from tbbn.bench.data.outline import Outline, outline
 from tbbn.bench.data.sampling import batch_layout
 from tbbn.bench.data.scenario import Scenario, Task, make_scenario, task_of_class
 from tbbn.bench.data.types import Source
@@ -70,12 +71,24 @@ def load_source(config: RunConfig, *, download: bool | None = None) -> Source:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
         raise UserError(f"{data.name}: its images do not fit in memory; set a smaller data.size.") from error
-    height, width = source.train.images.shape[2:]
-    if data.crop > min(height, width):
-        raise UserError(
-            f"data.crop must be at most {min(height, width)}, images being {height}x{width}, got {data.crop}."
-        )
+    _check_crop(config, source)
     return source
+
+
+def outline_source(config: RunConfig) -> Outline:
+    """The data set of a config without its images, and what about it is an estimate. Downloads nothing."""
+    data = config.data
+    found = outline(data.name, data.root, size=data.size or None, unreadable=data.unreadable)
+    _check_crop(config, found.source)
+    return found
+
+
+def _check_crop(config: RunConfig, source: Source) -> None:
+    height, width = source.train.images.shape[2:]
+    if config.data.crop > min(height, width):
+        raise UserError(
+            f"data.crop must be at most {min(height, width)}, images being {height}x{width}, got {config.data.crop}."
+        )
 
 
 def scenario_of(config: RunConfig, source: Source) -> Scenario:

@@ -69,26 +69,44 @@ def imagenet100(name: str, root: Path, size: int | None, unreadable: str, on_pro
             f"{name}: no data under {root}; place imagenet100/train/<wnid>/ and imagenet100/val/<wnid>/ there, "
             "and imagenet100/classes.txt to select and order the classes"
         )
-    chosen = path / "classes.txt"
-    if chosen.exists():
-        classes = chosen_classes(chosen)
-    else:
-        classes = class_names(path / "train")[:100]
-        if len(classes) < 100:
-            raise UserError(
-                f"{path / 'train'}: needs 100 class folders, has {len(classes)}; or list the classes in {chosen}"
-            )
     contents = read_folder(
         name,
         path,
         size or 256,
-        classes=classes,
+        classes=_imagenet100_classes(path),
         test_names=("val", "test"),
         cache=True,
         unreadable=unreadable,
         on_progress=on_progress,
     )
     return make_source(name, contents, IMAGENET_STATS)
+
+
+def _imagenet100_classes(path: Path) -> list[str]:
+    chosen = path / "classes.txt"
+    if chosen.exists():
+        return chosen_classes(chosen)
+    classes = class_names(path / "train")[:100]
+    if len(classes) < 100:
+        raise UserError(
+            f"{path / 'train'}: needs 100 class folders, has {len(classes)}; or list the classes in {chosen}"
+        )
+    return classes
+
+
+def list_named(name: str, root: Path) -> FolderListing | None:
+    """The files of a data set that is a folder of images: `folder:PATH`, or a folder of its name under the root."""
+    base, _, argument = name.partition(":")
+    if base == "folder" and argument:
+        return list_folder(name, Path(argument).expanduser())
+    if base == "tiny-imagenet":
+        path = tiny_imagenet_folder(root)
+        return None if path is None else list_folder(name, path, None, ("val", "test"))
+    if not is_image_folder(root / name):
+        return None
+    if base == "imagenet100":
+        return list_folder(name, root / name, _imagenet100_classes(root / name), ("val", "test"))
+    return list_folder(name, root / name)
 
 
 def read_folder(

@@ -1,0 +1,89 @@
+"""Outlines of data sets: the same labels and shapes as the data, without reading, decoding or downloading it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tbbn.bench.data import loading
+from tbbn.bench.data.outline import outline
+from tbbn.bench.data.sources import images, official
+from tbbn.bench.data.sources.facts import FACTS
+from tbbn.bench.data.sources.official import OFFICIAL
+from tbbn.errors import UserError
+from tbbn.registry import DATASETS
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: object, **__: object) -> None:
+        raise AssertionError("an outline must not download")
+
+    monkeypatch.setattr(official, "fetch", fetch)
+
+
+def folder_of_images(folder: Path, classes: int = 3, side: int = 6) -> Path:
+    """Class i has i + 2 training images and one test image."""
+    for part, extra in (("train", 2), ("test", 1)):
+        for i in range(classes):
+            (folder / part / f"class {i}").mkdir(parents=True)
+            for n in range(i * (part == "train") + extra):
+                Image.new("RGB", (side, side)).save(folder / part / f"class {i}" / f"{n}.png")
+    return folder
+
+
+@pytest.mark.parametrize("name", list(FACTS))
+def test_known_data_sets_have_the_sizes_of_their_description(name: str, tmp_path: Path) -> None:
+    description = DATASETS.entry(name).description
+    numbers = [int(n.replace(" ", "")) for n in re.findall(r"\d[\d ]*\d", description)]
+    source = outline(name, tmp_path).source
+    assert len(source.classes) == numbers[0] and source.train.images.shape[2:] == (numbers[-2], numbers[-1])
+    assert ("grey" in description) == (source.train.images.shape[1] == 1)
+    if name != "imagenet100":  # its sizes depend on the classes
+        assert [len(source.train.labels), len(source.test.labels)] == numbers[1:3]
+    assert torch.bincount(source.train.labels).tolist() == list(FACTS[name].train)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic:3x4x2x8"])
+def test_what_comes_with_the_package_is_as_loaded(name: str) -> None:
+    real, found = loading.load(name), outline(name).source
+    assert torch.equal(real.train.labels, found.train.labels) and real.train.images.shape == found.train.images.shape
+
+
+def test_a_folder_is_counted_and_one_image_of_it_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of_images(tmp_path / "mine")
+    real = loading.load(f"folder:{folder}")
+
+    def decode(*_: object, **__: object) -> None:
+        raise AssertionError("an outline must not decode")
+
+    monkeypatch.setattr(images, "_fill", decode)
+    found, note = outline(f"folder:{folder}")
+    assert torch.equal(real.train.labels, found.train.labels) and torch.equal(real.test.labels, found.test.labels)
+    assert found.train.images.shape == real.train.images.shape == (9, 3, 6, 6)
+    assert found.classes == real.classes and note == ""
+    assert outline(f"folder:{folder}", size=4).source.test.images.shape == (3, 3, 4, 4)
+    assert outline(f"folder:{folder}", unreadable="skip").note.endswith("unreadable ones would be left out")
+    with pytest.raises(UserError, match=r"nowhere needs the folders train/<class>/"):
+        outline(f"folder:{tmp_path / 'nowhere'}")
+
+
+def test_the_users_own_version_of_a_known_set_is_counted(tmp_path: Path) -> None:
+    folder_of_images(tmp_path / "mnist", classes=4)
+    found = outline("mnist", tmp_path).source
+    assert len(found.classes) == 4 and found.train.images.shape == (14, 1, 6, 6)
+    folder_of_images(tmp_path / "tiny-imagenet", classes=2)
+    assert outline("tiny-imagenet", tmp_path).source.train.images.shape == (5, 3, 64, 64)
+
+
+def test_a_sequence_joins_its_members(tmp_path: Path) -> None:
+    found = outline("dissimilar", tmp_path).source
+    assert len(found.classes) == 50 and len(found.train.labels) == 60_000 + 60_000 + 73_257 + 50_000 + 5_000
+    assert found.groups == tuple(i for i in range(5) for _ in range(10)) and found.train.images.shape[1:] == (3, 32, 32)
+    assert set(OFFICIAL) < set(FACTS)
+    assert "estimates" in outline("imagenet100+svhn", tmp_path).note
