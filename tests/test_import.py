@@ -112,7 +112,7 @@ def test_imports_go_one_way(path):
         top, _, rest = name.partition(".")
         if top != "tbbn":
             if own in WITHOUT_TORCH:
-                assert top in sys.stdlib_module_names or top in ("tomli", "tomli_w", "filelock"), (
+                assert top in sys.stdlib_module_names or top in ("tomllib", "tomli", "tomli_w", "filelock"), (
                     f"{own} may not import {top}"
                 )
             elif own in ("nn", "accelerators"):

@@ -293,7 +293,8 @@ def test_tensors_without_memory_of_their_own_do_not_reach_the_kernel():
     seen.clear()
     torch.func.vmap(asked)(torch.stack([x, x]))
     torch.func.grad(lambda t: asked(t).sum())(x)
-    with warnings.catch_warnings(action="ignore"):  # deprecated, and used all the same
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and used all the same
         torch.jit.trace(asked, x, check_trace=False)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         asked(x)

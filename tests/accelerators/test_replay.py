@@ -38,7 +38,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     from tbbn.accelerators.triton import replay
 
     monkeypatch.setattr(replay, "_recordings", {})
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(replay, "raw_stream", lambda device: 5)
     return Kernel()
 
 

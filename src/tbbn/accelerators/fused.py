@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from tbbn.accelerators.backend import find
 from tbbn.accelerators.eager import activate
@@ -19,6 +18,7 @@ from tbbn.nn.foreign import ForeignNorm
 from tbbn.nn.functional import task_balanced_batch_norm
 from tbbn.nn.modules import PlannedNorm, arguments
 from tbbn.nn.plan import Plan
+from tbbn.nn.private import global_hooks
 
 _MOST_CHANNELS = 64
 _MOST_PIXELS = 2**17  # of a batch; above it cuDNN is as fast
@@ -160,7 +160,7 @@ def _hooked(module: nn.Module) -> bool:
     """Whether calling the module would run hooks, or a forward of its own: then it must be called."""
     return isinstance(module, ForeignNorm) or bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    ) or _has_any_global_hook()  # fmt: skip
+    ) or global_hooks()  # fmt: skip
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from tbbn.nn.private import dispatch_modes, functorch_active, tracing_state
 
 
 def under_transform() -> bool:
     """True under functorch transforms (grad, vmap), dispatch modes (fake tensors, FLOP counting) or tracing."""
-    return bool(
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-    )
+    return bool(functorch_active() or dispatch_modes() or tracing_state() is not None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tbbn.errors import UserError
 from tbbn.nn.plan import Layout
+from tbbn.nn.private import dispatch_modes, functorch_active, graph_task, saved_tensors_hooks
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,15 +88,12 @@ def find(layer: nn.Module) -> Block | None:
 
 def recomputing() -> bool:
     """Whether activation checkpointing is repeating this forward: it runs inside a backward pass."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-_saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True)
+    return not torch.compiler.is_compiling() and graph_task() != -1
 
 
 def may_be_repeated() -> bool:
     """Whether checkpointing may be running this forward: it does without gradients or with hooks on what is saved."""
-    return not torch.is_grad_enabled() or _saving_hooks(False) is not None
+    return not torch.is_grad_enabled() or saved_tensors_hooks(False) is not None
 
 
 @dataclass(eq=False)
@@ -112,8 +110,8 @@ class Forward:
         layout = None if block is None else block.layout
         folded = block is not None and block.rows_per_sample != 1
         if (
-            torch._C._are_functorch_transforms_active()
-            or torch._C._len_torch_dispatch_stack()
+            functorch_active()
+            or dispatch_modes()
             or torch.jit.is_tracing()
             or not x.shape[0]
             or (x.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -6,7 +6,8 @@ import types
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _WrappedHook
+
+from tbbn.nn.private import WrappedHook
 
 _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 _PLAIN = vars(nn.BatchNorm1d(1))
@@ -60,7 +61,7 @@ def carry_lazy(old: nn.Module, new: nn.Module) -> nn.Module:
 
 
 def _inner(hook: Any) -> Any:
-    return hook.hook if isinstance(hook, _WrappedHook) else hook
+    return hook.hook if isinstance(hook, WrappedHook) else hook
 
 
 def _runtime_names(layer: nn.Module) -> set[str]:
@@ -93,12 +94,12 @@ def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _rebound(hook: Any, old: nn.Module, new: nn.Module) -> Any:
-    if isinstance(hook, _WrappedHook):
+    if isinstance(hook, WrappedHook):
         inner = _rebound(hook.hook, old, new)
         return (
             hook
             if inner is hook.hook and not hook.with_module
-            else _WrappedHook(inner, new if hook.with_module else None)
+            else WrappedHook(inner, new if hook.with_module else None)
         )
     if getattr(hook, "__self__", None) is old and hasattr(hook, "__func__"):
         return types.MethodType(hook.__func__, new)

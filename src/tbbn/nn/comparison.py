@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.errors import UserError
 from tbbn.nn.functional import statistics_dtype, update_average
+from tbbn.nn.private import AnyBatchNorm
 from tbbn.options import Option
 
 
@@ -81,7 +81,7 @@ class GroupNorm(nn.GroupNorm):
         super().__init__(groups, num_features, eps, affine, device, dtype)
 
 
-class ContinualNorm(AnyDims, _BatchNorm):
+class ContinualNorm(AnyDims, AnyBatchNorm):
     """Continual norm: group norm without an affine map, then batch norm, whose state it has (Pham et al., ICLR 2022)."""
 
     def __init__(
@@ -102,7 +102,7 @@ class ContinualNorm(AnyDims, _BatchNorm):
         return f"{super().extra_repr()}, groups={self.groups}"
 
 
-class SwitchableNorm(AnyDims, _BatchNorm):
+class SwitchableNorm(AnyDims, AnyBatchNorm):
     """Switchable norm: a learnt mixture of instance, layer and batch statistics (Luo et al., ICLR 2019).
 
     Means and variances have three softmax weights each. Running statistics are those of the batch part. ``unbiased`` divides the
@@ -155,7 +155,7 @@ class SwitchableNorm(AnyDims, _BatchNorm):
         update_average(self.running_var, var * n / max(n - 1, 1), momentum)
 
 
-class BatchRenorm(AnyDims, _BatchNorm):
+class BatchRenorm(AnyDims, AnyBatchNorm):
     """Batch renormalisation: batch norm corrected towards its running statistics (Ioffe, 2017).
 
     ``y = (x - mu_B) / sigma_B * r + d`` with ``r = clip(sigma_B / sigma, 1/r_max, r_max)`` and

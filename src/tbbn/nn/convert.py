@@ -6,7 +6,6 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from tbbn.errors import UserError
 from tbbn.nn import comparison
@@ -14,6 +13,7 @@ from tbbn.nn import modules as layers
 from tbbn.nn.adab2n import AdaptiveBalancedNorm
 from tbbn.nn.carrying import carry, carry_lazy, is_made
 from tbbn.nn.foreign import ForeignNorm, combine
+from tbbn.nn.private import AnyBatchNorm, AnyLazyNorm
 from tbbn.nn.selection import Skip, skipped_modules, warn_of_unchanged
 from tbbn.options import checked_options, keyword_arguments, options_of
 from tbbn.registry import BUILT_IN, NORMS, Entry
@@ -107,7 +107,7 @@ def _replace(
 
 def is_norm(module: nn.Module) -> bool:
     """Whether :func:`convert` would replace this module, or refuse it."""
-    return isinstance(module, _BatchNorm) or _registered(module) is not None
+    return isinstance(module, AnyBatchNorm) or _registered(module) is not None
 
 
 def _registered(module: nn.Module) -> Entry[Any] | None:
@@ -125,7 +125,7 @@ def own_class(layer: nn.Module) -> type[nn.Module] | None:
     if isinstance(layer, ForeignNorm):
         return layer.own
     cls = type(layer)
-    if cls in _PLAIN or not isinstance(layer, _BatchNorm) or is_made(layer) or "is_batch_norm_in_eval" in vars(cls):
+    if cls in _PLAIN or not isinstance(layer, AnyBatchNorm) or is_made(layer) or "is_batch_norm_in_eval" in vars(cls):
         return None
     entry = _other_norm(layer)
     return None if entry is not None and entry.origin == BUILT_IN else cls
@@ -145,7 +145,7 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     """A layer of kind ``norm`` that replaces ``old`` and shares its parameters and buffers."""
     classes: tuple[Any, ...] = _classes(norm)
     cls = classes[_dims(old) - 1] if len(classes) == 3 else classes[0]
-    if isinstance(old, _LazyNormBase):
+    if isinstance(old, AnyLazyNorm):
         return _make_lazy(cls, old, options)
     if "forward" in vars(old):  # it would go on running on the old layer
         raise UserError(
@@ -188,13 +188,13 @@ def _sync_options(norm: str, process_group: Any) -> dict[str, Any]:
     return {"sync": True, "process_group": process_group}
 
 
-def _make_lazy(cls: type[nn.Module], old: _LazyNormBase, options: dict[str, Any]) -> nn.Module:
+def _make_lazy(cls: type[nn.Module], old: AnyLazyNorm, options: dict[str, Any]) -> nn.Module:
     """A lazy layer, as ``old``: it takes its number of channels from the first batch."""
     if cls not in _PLAIN and not issubclass(cls, layers.PlannedNorm):
         raise UserError(
             f"convert: {type(old).__name__} does not know its channels yet; run one batch through the model first."
         )
-    lazy = type(f"Lazy{cls.__name__}", (_LazyNormBase, cls), {"cls_to_become": cls, "__module__": cls.__module__})
+    lazy = type(f"Lazy{cls.__name__}", (AnyLazyNorm, cls), {"cls_to_become": cls, "__module__": cls.__module__})
     new = lazy(old.eps, old.momentum, old.affine, old.track_running_stats)
     if options:
         ready = cls(1, **options)

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from tbbn.errors import UserError
 from tbbn.nn.functional import task_balanced_batch_norm
 from tbbn.nn.modules import PlannedNorm, RowsPerSample, as_leaf, with_pixels
+from tbbn.nn.private import AnyBatchNorm
 
 Normalise = Callable[[Tensor], Tensor]
 Converter = Callable[[Any, Normalise, Tensor], Tensor]
@@ -49,7 +49,7 @@ def register_converter(norm: type[nn.Module]) -> Callable[[_T], _T]:
 
     The function takes the place of the class's forward in training and in eval mode. :func:`tbbn.revert` restores the class.
     """
-    if not (isinstance(norm, type) and issubclass(norm, _BatchNorm)):
+    if not (isinstance(norm, type) and issubclass(norm, AnyBatchNorm)):
         raise UserError(f"register_converter: expected a subclass of torch's batch norm, got {norm!r}.")
 
     def register(function: _T) -> _T:
@@ -182,7 +182,7 @@ def _combine(own: type[nn.Module], norm: type[nn.Module]) -> type[nn.Module]:
 
 
 def has_own_forward(cls: type[nn.Module]) -> bool:
-    return cls.forward is not _BatchNorm.forward
+    return cls.forward is not AnyBatchNorm.forward
 
 
 def _replaces_call(own: type[nn.Module], norm: type[nn.Module]) -> bool:
@@ -190,7 +190,7 @@ def _replaces_call(own: type[nn.Module], norm: type[nn.Module]) -> bool:
     for base in own.__mro__:
         if "forward" not in vars(base):
             continue
-        if base is _BatchNorm and issubclass(norm, _BatchNorm):
+        if base is AnyBatchNorm and issubclass(norm, AnyBatchNorm):
             return False
         code = getattr(inspect.unwrap(vars(base)["forward"]), "__code__", None)
         names = () if code is None else code.co_names

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from tbbn.errors import UserError
 from tbbn.nn.plan import Plan, product
+from tbbn.nn.private import functorch_active
 from tbbn.nn.sync import RankPlan, synchronised
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def update_average(running: Tensor, value: Tensor, momentum: float | Tensor) -> 
     """Exponential moving average in place, computed in the type of ``value``."""
     if isinstance(momentum, Tensor):
         momentum = momentum.to(value.dtype)
-    if torch._C._are_functorch_transforms_active():  # torch.func.vmap has no rule for lerp
+    if functorch_active():  # torch.func.vmap has no rule for lerp
         running.add_((value - running) * momentum)
     elif running.dtype == value.dtype:
         running.lerp_(value, momentum)

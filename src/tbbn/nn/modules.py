@@ -19,12 +19,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.errors import UserError
 from tbbn.nn.active import Forward, find, may_be_repeated, recomputed_layout, recomputing
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
 from tbbn.nn.plan import RULES, Layout, Plan, PlanOptions
+from tbbn.nn.private import AnyBatchNorm
 from tbbn.nn.sync import RankLayout, ranks_in, unbalanced_plan
 from tbbn.options import Option
 
@@ -43,7 +43,7 @@ def with_pixels(x: Tensor, per_sample: int, forward: Callable[[Tensor], Tensor])
     return y.transpose(1, 2).reshape(x.shape)
 
 
-class BalancedNorm(_BatchNorm):
+class BalancedNorm(AnyBatchNorm):
     """A batch norm to which :func:`tbbn.balance` gives the layout of the batch, for the length of a ``with`` block."""
 
     is_batch_norm_in_eval = True  # so tbbn.revert can make it one
@@ -211,7 +211,7 @@ class PlannedNorm(BalancedNorm):
         return ", ".join([super().extra_repr(), *changed])
 
 
-def arguments(norm: _BatchNorm, x: Tensor, plan: Plan | None) -> tuple[Any, ...]:
+def arguments(norm: AnyBatchNorm, x: Tensor, plan: Plan | None) -> tuple[Any, ...]:
     """The arguments of :func:`task_balanced_batch_norm`, in its order, for a training forward of ``norm``."""
     mean = var = batches = None
     momentum: float | Tensor | None = norm.momentum

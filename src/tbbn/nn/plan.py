@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tbbn.errors import UserError, unknown_name
+from tbbn.nn.private import dispatch_modes, functorch_active
 
 _MISSING = object()
 RULES = ("paper", "current", "uneven")
@@ -71,7 +72,7 @@ def whole_number(what: str, value: Any) -> int:
     if type(value) is not int:
         given = value
         try:
-            if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+            if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):  # numpy's, too
                 raise TypeError
             value = operator.index(value)
         except TypeError:
@@ -128,12 +129,12 @@ class Layout:
         return self._cached((device, dtype), lambda: _membership(self).to(dtype).to(device))
 
     def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # tracing, or fake tensors
+        if torch.compiler.is_compiling() or dispatch_modes():  # tracing, or fake tensors
             return make()
         found = self._cache.get(key, _MISSING)
         if found is _MISSING:
             found = make()
-            if not torch._C._are_functorch_transforms_active():  # torch.func: tensors that end with the transform
+            if not functorch_active():  # torch.func: tensors that end with the transform
                 self._cache[key] = found
         return found
 
@@ -215,11 +216,7 @@ class Plan:
                 if isinstance(v, Tensor)
             }
             found = replace(self, **tensors)
-            if not (
-                torch.compiler.is_compiling()
-                or torch._C._len_torch_dispatch_stack()
-                or torch._C._are_functorch_transforms_active()
-            ):
+            if not (torch.compiler.is_compiling() or dispatch_modes() or functorch_active()):
                 self._moved[device, dtype] = found
         return found
 

@@ -18,13 +18,13 @@ from tbbn.accelerators.eager import activate, reference_gradients
 from tbbn.accelerators.native import loading
 from tbbn.accelerators.transforms import under_transform
 from tbbn.nn.plan import Plan
+from tbbn.nn.private import is_wrapped
 
 _PLAIN = (Tensor, nn.Parameter)  # subclasses may have no memory of their own
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_MEMORY = "task_balanced_batch_norm: no memory for the sums of its rows."
 
 _pack = struct.Struct("11P4q2d").pack  # struct Arguments of kernel.c: passing one object is cheaper than seventeen
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _ELEMENTS_A_THREAD = 32768  # below this, waking another thread costs more than it saves
 
 _lock = threading.Lock()
@@ -76,7 +76,7 @@ def supports(
         if t is not None and not (t.dtype == torch.float32 and t.is_contiguous()):  # written in place
             return False
     # A tensor may still be wrapped after its functorch transform has ended.
-    if plan.blend is not None or _is_wrapped(x) or library() is None:
+    if plan.blend is not None or is_wrapped(x) or library() is None:
         return False
     return x.is_contiguous() or _channels_last(x)
 
@@ -227,7 +227,7 @@ class _NativeNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() or type(grad) is not Tensor or under_transform() or _is_wrapped(grad):
+        if torch.is_grad_enabled() or type(grad) is not Tensor or under_transform() or is_wrapped(grad):
             x, weight, bias, _ = ctx.saved_tensors
             with torch.enable_grad(), torch.autocast("cpu", enabled=False):
                 return *reference_gradients(grad, x, weight, bias, ctx.plan, ctx.eps, ctx.needs_input_grad[:3]), None

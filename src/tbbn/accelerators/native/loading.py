@@ -11,9 +11,8 @@ import struct
 import sys
 from pathlib import Path
 
-import torch
-
 from tbbn.accelerators.native import building
+from tbbn.nn.private import binary
 
 NAMES = {"baseline": "baseline instructions", "avx2": "AVX2", "avx512": "AVX-512"}
 # benchmarks/norm.py, ResNet-32's layers: the `pytorch` column over the `tbbn` column.
@@ -103,7 +102,7 @@ def _share_threads(library: ctypes.CDLL) -> str:
     They are looked up as the linker did for torch: among all that is global, then in torch's own dependencies.
     """
     names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
-    for scope in (None, torch._C.__file__):
+    for scope in (None, binary):
         try:
             runtime = ctypes.CDLL(scope)
             found = [ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in names]

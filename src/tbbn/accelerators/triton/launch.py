@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tbbn.nn.private import current_device
+
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # an older Triton
@@ -60,6 +62,6 @@ _HERE = nullcontext()
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Make the device of ``x`` current: kernels are launched on the current device."""
-    if x.is_cuda and x.device.index != torch._C._cuda_getDevice():
+    if x.is_cuda and x.device.index != current_device():
         return torch.cuda.device(x.device)
     return _HERE

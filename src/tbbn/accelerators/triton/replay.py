@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from tbbn.nn.private import raw_stream
 
 try:
     from triton import knobs
@@ -93,7 +94,7 @@ def replayed(key: Hashable, bases: Bases) -> bool:
     replay = _recordings.get(key)
     if replay is None or _is_profiled():
         return False
-    return replay(bases, torch._C._cuda_getCurrentRawStream(bases[0].device.index))  # type: ignore[union-attr]
+    return replay(bases, raw_stream(bases[0].device.index))  # type: ignore[union-attr]
 
 
 def record(key: Hashable, launches: Launches) -> None:
