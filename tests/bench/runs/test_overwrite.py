@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,43 +81,57 @@ def test_the_old_run_is_replaced_completely(old: Path, tmp_path: Path) -> None:
     assert no_problem(old)
 
 
-# Die before the call number N of os.replace; without more calls, the run ends.
+# For each folder: die before the call number N of os.replace. One process imports torch and forks, so a kill costs no import.
 KILLED = """
 import os, sys
-from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+import torch
 from tinyrun import tiny
 from tbbn.bench.runs.saved import run_saved
 
-real, calls = os.replace, 0
+def overwrite(folder, call):
+    real, calls = os.replace, 0
 
-def replace(*arguments):
-    global calls
-    if calls == int(sys.argv[3]):
-        os._exit(9)
-    calls += 1
-    real(*arguments)
+    def replace(*arguments):
+        nonlocal calls
+        if calls == call:
+            os._exit(9)
+        calls += 1
+        real(*arguments)
 
-os.replace = replace
-run_saved(tiny(seed=1), sys.argv[2], overwrite=True)
+    os.replace = replace
+    run_saved(tiny(seed=1), folder, overwrite=True)
+
+torch.set_num_threads(1)
+run_saved(tiny(), sys.argv[2])  # loads what is imported at the first use
+for folder, call in zip(sys.argv[3::2], sys.argv[4::2]):
+    if (child := os.fork()) == 0:
+        overwrite(folder, int(call))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("call", [0, 1, 3, 6, 8, 9, 10, 11, 12, 13])
-def test_a_kill_while_overwriting_leaves_the_old_run_or_the_new_one(call: int, old: Path) -> None:
+def test_a_kill_while_overwriting_leaves_the_old_run_or_the_new_one(old: Path, tmp_path: Path) -> None:
     accuracy, before = load_record(old).accuracy, contents(old)
+    folders = {call: tmp_path / f"killed-{call}" for call in (0, 1, 3, 6, 8, 9, 10, 11, 12, 13)}
+    for folder in folders.values():
+        shutil.copytree(old, folder)
+    pairs = [str(word) for call, folder in folders.items() for word in (folder, call)]
     helpers = str(Path(__file__).parents[2] / "helpers")
-    program = [sys.executable, "-c", KILLED, helpers, str(old), str(call)]
-    assert subprocess.run(program, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 9
-    if load_record(old).run_config.seed == 0:
-        assert run_saved(tiny(), old).accuracy == accuracy
-        after = contents(old)
-        assert after.keys() == before.keys()
-        assert {n for n in after if after[n] != before[n]} <= {"record.json"}
-    else:
-        record = run_saved(tiny(seed=1), old)
-        assert record.status == "finished" and len(record.accuracy) == 3
-    assert no_problem(old) and not list(old.glob(".overwritten*"))
+    program = [sys.executable, "-c", KILLED, helpers, str(tmp_path / "first"), *pairs]
+    done = subprocess.run(program, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.stdout.split() == ["9"] * len(folders), done.stderr
+    for call, folder in folders.items():
+        if load_record(folder).run_config.seed == 0:
+            assert run_saved(tiny(), folder).accuracy == accuracy, call
+            after = contents(folder)
+            assert after.keys() == before.keys(), call
+            assert {n for n in after if after[n] != before[n]} <= {"record.json"}, call
+        else:
+            record = run_saved(tiny(seed=1), folder)
+            assert record.status == "finished" and len(record.accuracy) == 3, call
+        assert no_problem(folder) and not list(folder.glob(".overwritten*")), call
 
 
 @pytest.mark.parametrize(
