@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tbbn.bench.report.tables import Table
 from tbbn.bench.runs.record import load_record
 from tbbn.paper import measured
 from tbbn.paper.published import compare, find_tables
@@ -25,6 +27,7 @@ EXPERIMENTS = {  # by name: title, where the records are
     "last": ("paper, last epoch", "results/cifar100-ft-last"),
     "clean": ("clean, last epoch", "results/cifar100-ft-clean"),
 }
+OTHER_NORMS = "results/cifar100-table1"  # Table 1 without its pair of batch norm and TBBN, which is above
 
 
 def records_in(source: Path) -> list[Any]:
@@ -62,6 +65,7 @@ def page() -> str:
     ]
     new = found["last"].new_task("ft", 9)
     table2 = compare(find_tables("table2", "cifar100")[0], _all_records(), {"precision": "bf16"})
+    weighted = _record_of("weighted")
     return f"""# Results
 
 Made by `make results` from the records in `results/`; `tbbn verify FOLDER` checks a record, `tbbn reproduce NAME --from results` prints
@@ -97,15 +101,22 @@ does not have. Why only in task 10 is open.
 
 {measured.beside_paper(found["best"]).render("md")}
 
+The other norms of the table, and two that the paper does not have:
+
+{_other_norms().render("md")}
+
+`weighted` gives every task the same weight in one set of statistics, without splits. Seed {weighted.run_config.seed}: A_f {_percent(weighted, "final_accuracy")}, A_a
+{_percent(weighted, "average_accuracy")}; batch norm and TBBN with the same seed: {_same_seed(found["best"], weighted)}.
+
 ## The paper's Table 2
 
 {table2.render("md")}
 
 The `ft` rows are in the table before this one, with ten seeds. The difference of PODNet is open: the official program has two
-classifiers, and the paper does not say which one its row used. The rows of `afc` were made when its importance was measured on a copy
-of the network; the paper's protocol now measures it on the network itself, as the reference does, so they are to be made again.
+classifiers, and the paper does not say which one its row used. The second phase of the `eeil` rows was drawn from D_t + M; the paper's
+protocol draws it from M + D_t + M, as the authors' program does, so these rows are to be made again.
 
-Missing: continual norm and the other norms, more seeds of Table 2, ImageNet-100, dissimilar tasks, 20 tasks, the base-task scenario, the
+Missing: the norms with 0 seeds in Table 1, more seeds of Table 2, ImageNet-100, dissimilar tasks, 20 tasks, the base-task scenario, the
 ablation. Each is one command (`tbbn reproduce table1`, ...) and hours of a GPU.
 """
 
@@ -120,6 +131,27 @@ def readme() -> str:
 
 def _all_records() -> list[Any]:
     return [record for _, source in EXPERIMENTS.values() if "." not in source for record in records_in(ROOT / source)]
+
+
+def _other_norms() -> Table:
+    """Table 1 without the two norms that have a table of their own."""
+    table = compare(find_tables("table1", "cifar100")[0], records_in(ROOT / OTHER_NORMS), {"precision": "bf16"})
+    return replace(table, rows=tuple(row for row in table.rows if row[0] not in ("ft + bn", "ft + tbbn")))
+
+
+def _record_of(norm: str) -> Any:
+    return next(record for record in records_in(ROOT / OTHER_NORMS) if record.run_config.norm.name == norm)
+
+
+def _percent(record: Any, metric: str) -> str:
+    return f"{100 * record.metrics[metric]:.1f}"
+
+
+def _same_seed(pair: measured.Measured, record: Any) -> str:
+    """A_f and A_a of batch norm and TBBN with the seed of a record."""
+    at = pair.seeds("ft").index(record.run_config.seed)
+    final, average = (pair.metric("ft", name) for name in ("A_f", "A_a"))
+    return f"{final.bn[at]:.1f} and {final.tbbn[at]:.1f}, {average.bn[at]:.1f} and {average.tbbn[at]:.1f}"
 
 
 def main() -> int:
