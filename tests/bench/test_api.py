@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import tbbn
@@ -358,3 +358,24 @@ def test_a_run_without_a_checkpoint_has_no_network() -> None:
 def test_a_wrong_number_of_lanes_is_one_line(lanes: Any) -> None:
     with pytest.raises(UserError, match="lanes must be a whole number from 1 on, or 'auto'"):
         tbbn.run("ft", "bn", "synthetic:4x6x2x8", lanes=lanes, quiet=True)
+
+
+class NoBatchNorm(nn.Module):
+    """A network with group norm only."""
+
+    def __init__(self, in_channels: int = 3) -> None:
+        super().__init__()
+        layers = (nn.Conv2d(in_channels, 4, 3), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images)
+
+
+def test_a_network_without_batch_norm_trains_as_it_is_and_takes_no_other_norm() -> None:
+    settings = {"data": "synthetic:4x6x2x8", "data.tasks": 2, "train.epochs": 1, "memory.budget": 4}
+    result = tbbn.run(backbone=NoBatchNorm, quiet=True, **settings)[0]
+    assert any(isinstance(layer, nn.GroupNorm) for layer in result.network().modules())
+    line = r"norm 'tbbn' replaces batch norms, and backbone '.*NoBatchNorm' has none; norm 'bn' trains it as it is\.$"
+    with pytest.raises(UserError, match=line):
+        tbbn.run(norm="tbbn", backbone=NoBatchNorm, quiet=True, **settings)

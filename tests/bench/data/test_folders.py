@@ -64,6 +64,28 @@ def test_a_folder_is_read_class_by_class(tmp_path: Path, test: str) -> None:
     assert heard == [(4, 6), (6, 6)]
 
 
+@pytest.mark.parametrize("inside", ["", "train"])
+def test_a_folder_without_test_images_is_divided_by_a_split(tmp_path: Path, inside: str) -> None:
+    for place, (name, count) in enumerate((("ant", 5), ("bee", 10))):
+        for number in range(count):
+            save(tmp_path / inside / name / f"{number}.png", picture(100 * place + number))
+    source = folder(tmp_path, split=0.2)
+    # Every fifth file of a class, in order of their names.
+    assert torch.equal(source.test.images, torch.stack([chw(picture(seed)) for seed in (4, 104, 109)]))
+    assert source.test.labels.tolist() == [0, 1, 1] and source.train.labels.tolist() == [0] * 4 + [1] * 8
+    assert len(folder(tmp_path, split=0.5).test.labels) == 2 + 5
+    with pytest.raises(UserError, match=r"needs the folders train/<class>/ .*; if it has no test images, divide it"):
+        folder(tmp_path)
+    with pytest.raises(UserError, match=r"a split of 0\.1 leaves class 'ant' without test images"):
+        folder(tmp_path, split=0.1)
+    with pytest.raises(UserError, match=r"nowhere: no such folder"):
+        folder(tmp_path / "nowhere", split=0.1)
+    (tmp_path / "train").mkdir(exist_ok=True)
+    (tmp_path / "test").mkdir()
+    with pytest.raises(UserError, match=r"has test images of its own; leave the split out"):
+        folder(tmp_path, split=0.2)
+
+
 def test_numbered_classes_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     write_set(tmp_path, ("10", "9", "2"))
     assert folder(tmp_path).classes == ("2", "9", "10")

@@ -81,6 +81,12 @@ def test_the_users_own_version_of_a_known_set_is_counted(tmp_path: Path) -> None
     assert outline("tiny-imagenet", tmp_path).source.train.images.shape == (5, 3, 64, 64)
 
 
+def test_a_split_divides_the_outline_as_it_divides_the_data(tmp_path: Path) -> None:
+    folder = folder_of_images(tmp_path / "mine") / "train"
+    real, found = (of(f"folder:{folder}", split=0.5) for of in (loading.load, lambda *a, **k: outline(*a, **k).source))
+    assert torch.equal(real.test.labels, found.test.labels) and torch.equal(real.train.labels, found.train.labels)
+
+
 def test_a_sequence_joins_its_members(tmp_path: Path) -> None:
     found = outline("dissimilar", tmp_path).source
     assert len(found.classes) == 50 and len(found.train.labels) == 60_000 + 60_000 + 73_257 + 50_000 + 5_000

@@ -75,6 +75,14 @@ def test_a_packed_set_is_the_folder_it_was_made_from(tmp_path: Path, test: str) 
     assert files == {"index.json", "storage.json", ".lock", *(f"train-0000{i}.u8" for i in range(4)), "test-00000.u8"}
 
 
+def test_a_folder_without_test_images_is_packed_with_a_split(tmp_path: Path) -> None:
+    source = write_set(tmp_path / "set") / "train"
+    pack(source, tmp_path / "out", workers=1, split=0.25)
+    equal(tmp_path / "out", source, split=0.25)
+    with pytest.raises(UserError, match=r"--split must be at least 0 and below 1, got 1\.0"):
+        pack(source, tmp_path / "other", split=1.0)
+
+
 def test_images_of_one_size_keep_it_and_others_become_centre_squares(tmp_path: Path) -> None:
     oblong = write_set(tmp_path / "oblong", sides=(6, 8))
     pack(oblong, tmp_path / "native", workers=1, size=8)

@@ -49,6 +49,11 @@ def test_a_base_task_and_its_increments() -> None:
     assert [e.splits for e in entries] == [1, 2, 4, 8, 8, 8]
 
 
+def test_the_first_task_may_have_its_own_epochs() -> None:
+    entries = forecast(paper(train__first={"epochs": 200})).tasks
+    assert [e.epochs for e in entries] == [200] + [160] * 9
+
+
 def test_methods_change_batches_and_rows() -> None:
     views = forecast(paper(method__name="balaug", norm__name="bn")).tasks
     assert [(e.current, e.memory) for e in views[:3]] == [(64, 0), (48, 48), (48, 96)]
@@ -72,7 +77,7 @@ def test_only_the_tasks_to_be_learnt_are_forecast() -> None:
 
 
 def test_what_cannot_run_cannot_be_forecast() -> None:
-    with pytest.raises(UserError, match=r"100 classes do not divide into 7 equal tasks"):
-        forecast(paper(data__tasks=7))
+    with pytest.raises(UserError, match=r"100 classes cannot fill 101 tasks"):
+        forecast(paper(data__tasks=101))
     with pytest.raises(UserError, match=r"unknown augmentation 'crop'"):
         forecast(tiny(batch__augment="crop"))

@@ -24,6 +24,7 @@ CONFIGS = [
     tiny(seed=1, norm__name="tbbn", method__name="icarl"),
     tiny(seed=2, method__name="eeil", method__balanced_epochs=1, data__tasks=2),
     tiny(seed=3, data__online=True, train__epochs=1),
+    tiny(seed=4, train__optimizer="adamw", data__tasks=2),
 ]
 
 

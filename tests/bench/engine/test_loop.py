@@ -167,7 +167,7 @@ def test_the_record_is_saved_after_every_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"data__tasks": 4}, r"6 classes do not divide into 4 equal tasks; use 1, 2, 3, 6"),
+        ({"data__tasks": 7}, r"6 classes cannot fill 7 tasks; use at most 6 tasks"),
         ({"memory__budget": 5}, r"a budget of 5 gives none of the 6 classes an exemplar"),
         ({"data__name": "sythetic"}, r"unknown dataset 'sythetic'; .*Did you mean 'synthetic'"),
         ({"data__class_order": "icarl"}, r"class_order 'icarl' orders 100 classes, the source has 6"),

@@ -11,8 +11,10 @@ from tinyrun import finish, tiny
 from torch.nn import functional as F
 
 from tbbn.bench.engine.loop import Run
-from tbbn.bench.engine.phase import PhaseSettings
+from tbbn.bench.engine.phase import PhaseSettings, make_optimizer
+from tbbn.bench.engine.validate import check
 from tbbn.bench.methods import Phase
+from tbbn.errors import UserError
 
 
 def test_schedules_by_hand() -> None:
@@ -28,14 +30,14 @@ def test_schedules_by_hand() -> None:
 def test_a_phase_has_its_own_settings_and_else_the_runs() -> None:
     config = tiny(train__lr=0.5, train__momentum=0.3)
     own = Phase(lr=0.2, lr_factor=0.1, epochs=7, schedule="constant", momentum=0.0)
-    settings = PhaseSettings.of(config, own)
+    settings = PhaseSettings.of(config, own, 0)
     assert (settings.lr, settings.epochs, settings.momentum, settings.weight_decay) == (
         pytest.approx(0.02),
         7,
         0.0,
         5e-4,
     )
-    assert PhaseSettings.of(config, Phase()).momentum == 0.3
+    assert PhaseSettings.of(config, Phase(), 0).momentum == 0.3
 
 
 def test_the_best_epoch_is_kept_and_not_the_last() -> None:
@@ -84,7 +86,7 @@ def test_gradients_are_clipped_before_the_step(setting: str, limit: float, monke
 )
 def test_a_milestone_lies_at_its_share_of_the_epochs_rounded_up(epochs: int, drops: list[int]) -> None:
     settings = PhaseSettings.of(
-        tiny(train__epochs=epochs, train__lr=1.0, train__milestones=[0.5, 0.75]), Phase("train")
+        tiny(train__epochs=epochs, train__lr=1.0, train__milestones=[0.5, 0.75]), Phase("train"), 0
     )
     rates = [settings.lr_at(epoch) for epoch in range(epochs)]
     assert rates[0] == 1.0
@@ -92,5 +94,63 @@ def test_a_milestone_lies_at_its_share_of_the_epochs_rounded_up(epochs: int, dro
 
 
 def test_a_share_that_is_whole_but_for_rounding_is_whole() -> None:
-    settings = PhaseSettings.of(tiny(train__epochs=100, train__lr=1.0, train__milestones=[0.55]), Phase("train"))
+    settings = PhaseSettings.of(tiny(train__epochs=100, train__lr=1.0, train__milestones=[0.55]), Phase("train"), 0)
     assert 0.55 * 100 > 55 and [settings.lr_at(e) for e in (54, 55)] == [1.0, pytest.approx(0.1)]
+
+
+def test_the_learning_rate_rises_in_the_first_epochs_and_then_follows_its_schedule() -> None:
+    def rates(**given: Any) -> list[float]:
+        config = tiny(train__epochs=6, train__lr=1.0, train__warmup=2, **given)
+        settings = PhaseSettings.of(config, Phase(), 1)
+        return [settings.lr_at(epoch) for epoch in range(6)]
+
+    assert rates(train__schedule="constant") == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
+    assert rates(train__milestones=[0.5]) == pytest.approx([1 / 3, 2 / 3, 1, 0.1, 0.1, 0.1])
+    half = math.cos(math.pi / 4) / 2
+    assert rates(train__schedule="cosine") == pytest.approx([1 / 3, 2 / 3, 1, 0.5 + half, 0.5, 0.5 - half])
+    assert PhaseSettings.of(tiny(train__warmup=1), Phase(epochs=4), 1).warmup == 0, "a second phase starts at its rate"
+
+
+def test_the_first_task_may_have_settings_of_its_own() -> None:
+    first = {"epochs": 5, "lr": 0.4, "weight_decay": 0.0, "milestones": [0.2], "gamma": 0.5}
+    config = tiny(train__first=first, train__lr=0.1, train__epochs=2)
+    ours, later = (PhaseSettings.of(config, Phase(), task) for task in (0, 1))
+    assert (ours.epochs, ours.lr, ours.weight_decay, ours.milestones, ours.gamma) == (5, 0.4, 0.0, (0.2,), 0.5)
+    assert ours.schedule == later.schedule == "multistep" and ours.momentum == 0.9
+    assert later == PhaseSettings.of(tiny(train__lr=0.1, train__epochs=2), Phase(), 0)
+    history = finish(config).record.history
+    assert [sum(entry["task"] == t for entry in history) for t in range(3)] == [5, 2, 2]
+    assert [entry["lr"] for entry in history[:5]] == pytest.approx([0.4, 0.2, 0.2, 0.2, 0.2])
+    assert PhaseSettings.of(tiny(train__first={"schedule": "cosine"}), Phase(), 0).schedule == "cosine"
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_is_torchs(decoupled: bool) -> None:
+    config = tiny(train__optimizer="adamw" if decoupled else "adam", train__betas=[0.8, 0.9], train__weight_decay=0.3)
+    assert config.train.lr == 1e-3, "the learning rate of SGD would be far too large"
+    weight = torch.nn.Parameter(torch.tensor([2.0, -1.0]))
+    optimizer = make_optimizer([weight], PhaseSettings.of(config, Phase(), 0), {})
+    mean, square, expected = torch.zeros(2), torch.zeros(2), weight.detach().clone()
+    for step in range(1, 4):
+        weight.grad = weight.detach().square() + step
+        gradient = weight.grad if decoupled else weight.grad + 0.3 * expected
+        expected = expected * (1 - 1e-3 * 0.3) if decoupled else expected
+        mean, square = 0.8 * mean + 0.2 * gradient, 0.9 * square + 0.1 * gradient**2
+        expected = expected - 1e-3 * mean / (1 - 0.8**step) / ((square / (1 - 0.9**step)).sqrt() + 1e-8)
+        optimizer.step()
+        assert torch.allclose(weight, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"train__warmup": 2}, r"train\.warmup must be below the 2 epochs of a task, got 2\."),
+        ({"train__warmup": 1, "train__first": {"epochs": 1}}, r"below the 1 epochs of a task, got 1\."),
+        ({"train__betas": [0.9]}, r"train\.betas must be two numbers, such as 0\.9,0\.999, got \[0\.9\]\."),
+        ({"train__optimizer": "adamw", "train__nesterov": True}, r"train\.nesterov is for SGD; leave it out"),
+        ({"data__online": True, "train__first": {"epochs": 2}}, r"train\.first\.epochs must be 1, got 2\."),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        check(tiny(**settings))

@@ -151,8 +151,8 @@ def test_the_optimiser_of_each_phase_has_the_settings_of_the_config_or_of_the_me
     assert found["train", 1][0] == (pytest.approx(0.02), 0.8, 3e-3, True, 0)
     assert found["correction", 0][0] == (0.2, 0.9, 0.0, True, 0)
     assert len(found["correction", 0][1]) == 2 < len(found["train", 0][1]) < len(list(run.network.parameters()))
-    without_momentum = PhaseSettings.of(tiny(**given), Phase(momentum=0.0))
-    assert not without_momentum.nesterov and PhaseSettings.of(tiny(**given), Phase()).nesterov
+    without_momentum = PhaseSettings.of(tiny(**given), Phase(momentum=0.0), 0)
+    assert not without_momentum.nesterov and PhaseSettings.of(tiny(**given), Phase(), 0).nesterov
 
 
 def test_the_penalty_of_the_norm_is_a_term_of_the_loss() -> None:

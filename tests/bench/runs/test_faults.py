@@ -94,6 +94,7 @@ def test_a_process_that_gets_a_signal_saves_itself_and_exits_with_130(number: in
         {"data__online": True, "method__name": "bic", "batch__memory_from": "past"},
         {"data__online": True, "method__name": "podnet", "memory__budget": 24},
         {"data__validation": 0.2, "train__keep": "best", "train__momentum": 0.0},
+        {"train__optimizer": "adamw", "train__schedule": "cosine", "train__warmup": 1, "train__first": {"epochs": 3}},
     ],
     ids=lambda s: s.get("method__name", "-".join(s) or "ft"),
 )

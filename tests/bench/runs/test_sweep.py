@@ -153,8 +153,8 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_user_error_ends_the_sweep(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"4 classes do not divide into 3 equal tasks"):
-        run_all(pending(tmp_path, seeds=(0, 1), data__tasks=3))
+    with pytest.raises(UserError, match=r"4 classes cannot fill 5 tasks"):
+        run_all(pending(tmp_path, seeds=(0, 1), data__tasks=5))
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

@@ -33,6 +33,7 @@ def add(command: Command) -> None:
     made.add_argument("--size", type=int, default=256, help="shorter side of the stored images (default: 256)")
     made.add_argument("--workers", type=int, help="worker processes (default: one per core)")
     made.add_argument("--classes", metavar="FILE", type=Path, help="text file that selects and orders classes")
+    made.add_argument("--split", type=float, default=0.0, help="without test images: fraction of each class to test on")
     made.add_argument("--unreadable", default="fail", help="unreadable images: fail (default) or skip")
     made.add_argument("--overwrite", action="store_true", help="replace a packed set of other images")
     made.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -62,6 +63,7 @@ def _pack(args: argparse.Namespace) -> int:
             size=args.size,
             workers=args.workers,
             classes=args.classes,
+            split=args.split,
             unreadable=args.unreadable,
             overwrite=args.overwrite,
             on_progress=on_progress,

@@ -30,7 +30,7 @@ def folder_name(recipe: str, method: str | None, norm: str | None, given: Mappin
     else:
         parts = [str(rest.pop("data.name", "digits")), method or "ft", norm or "bn"]
     seed = rest.pop("seed", 0)
-    parts += [f"{key.rpartition('.')[2]}={_text(value)}" for key, value in sorted(rest.items())]
+    parts += [f"{key.partition('.')[2] or key}={_text(value)}" for key, value in sorted(rest.items())]
     if single:
         parts.append(str(seed))
     name = re.sub(r"[^\w.=+-]+", "_", "-".join(parts).replace(",", "+")).strip("_")

@@ -66,6 +66,17 @@ def split_plugins(words: list[str]) -> tuple[list[str], list[str]]:
     return plugins, others
 
 
+def _hint(option: str, options: Collection[str]) -> str:
+    """The option or setting that was probably meant: ``--train.lr`` for ``--lr``."""
+    if len(option) >= 200:
+        return " See --help."
+    if meant := cfg.nearest_setting(option.removeprefix("--")):
+        return f" Did you mean --{meant.removesuffix('.name')}?"
+    known = [*(f"--{name}" for name in cfg.SETTINGS), *options]
+    near = difflib.get_close_matches(option, known, n=1, cutoff=0.6)
+    return f" Did you mean {near[0]}?" if near else " See --help."
+
+
 def split_settings(words: list[str], options: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """Take settings out of a command's words: the settings, and the words left for the command's own ``options``."""
     found: dict[str, Any] = {}
@@ -78,9 +89,7 @@ def split_settings(words: list[str], options: Collection[str]) -> tuple[dict[str
             others.append(word)
             continue
         if key not in cfg.SETTINGS and not key.startswith(("norm.", "method.")):
-            known = [*(f"--{name}" for name in cfg.SETTINGS), *options]
-            near = difflib.get_close_matches(option, known, n=1, cutoff=0.6) if len(option) < 200 else []
-            raise UserError(f"unknown setting {option}." + (f" Did you mean {near[0]}?" if near else " See --help."))
+            raise UserError(f"unknown setting {option}.{_hint(option, options)}")
         if not separator:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)

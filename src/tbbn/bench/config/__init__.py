@@ -8,7 +8,16 @@
 """
 
 from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, Values
-from tbbn.bench.config.resolve import check_settings, complete, flatten, merge, parse_value, resolve, with_defaults
+from tbbn.bench.config.resolve import (
+    check_settings,
+    complete,
+    flatten,
+    merge,
+    nearest_setting,
+    parse_value,
+    resolve,
+    with_defaults,
+)
 from tbbn.bench.config.settings import (
     CHOICES,
     SECTIONS,
@@ -16,6 +25,7 @@ from tbbn.bench.config.settings import (
     BatchConfig,
     Choice,
     DataConfig,
+    FirstTaskConfig,
     MemoryConfig,
     MethodChoice,
     NormChoice,
@@ -35,6 +45,7 @@ __all__ = [
     "BatchConfig",
     "Choice",
     "DataConfig",
+    "FirstTaskConfig",
     "MemoryConfig",
     "MethodChoice",
     "NormChoice",
@@ -47,6 +58,7 @@ __all__ = [
     "complete",
     "flatten",
     "merge",
+    "nearest_setting",
     "parse_toml",
     "parse_value",
     "read_toml",

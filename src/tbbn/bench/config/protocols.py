@@ -117,6 +117,13 @@ ONLINE_METHOD: dict[str, Values] = {
     "podnet": {"method.finetune_epochs": 1},
     "afc": {"method.finetune_epochs": 1},
 }
+# Defaults of torch: the learning rates above are those of SGD.
+OPTIMIZER: dict[str, Values] = {
+    "sgd": {},
+    "adam": {"train.lr": 1e-3, "train.weight_decay": 0.0},
+    "adamw": {"train.lr": 1e-3, "train.weight_decay": 0.01},
+}
+OPTIMIZERS = tuple(OPTIMIZER)
 PROTOCOLS = ("clean", "paper")
 
 
@@ -197,7 +204,9 @@ QUIRKS: dict[str, Quirk] = {
 
 
 @functools.cache
-def implied(protocol: str, data: str, norm: str, method: str, quirks: tuple[str, ...], online: bool) -> Values:
+def implied(
+    protocol: str, data: str, norm: str, method: str, quirks: tuple[str, ...], online: bool, optimizer: str
+) -> Values:
     """The defaults that follow from these settings; later tables override earlier ones."""
     tables: list[Values] = [DATA.get(data.split(":")[0], {})]
     if protocol == "paper":
@@ -212,4 +221,5 @@ def implied(protocol: str, data: str, norm: str, method: str, quirks: tuple[str,
             tables.append(QUIRKS[quirk].values)
     if online:
         tables += [ONLINE, ONLINE_METHOD.get(method, {})]
+    tables.append(OPTIMIZER[optimizer])
     return {key: value for layer in tables for key, value in layer.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,6 +36,7 @@ def resolve(*layers: Layer | Values, **settings: Any) -> RunConfig:
         values.get("method.name", "ft"),
         values.get("quirks", ()),
         values.get("data.online", False),
+        values.get("train.optimizer", "sgd"),
     )
     return complete(_build({**below, **values}))
 
@@ -111,9 +113,7 @@ def _number(text: str) -> Any:
 def check_settings(config: RunConfig) -> None:
     """Raise for the first setting outside its choices or limits, in a config that was not made by :func:`resolve`."""
     for key, setting in SETTINGS.items():
-        section, _, name = key.partition(".")
-        value = getattr(config, section)
-        _check_limits(setting, getattr(value, name) if name else value, "")
+        _check_limits(setting, functools.reduce(getattr, key.split("."), config), "")
 
 
 def _checked_name(key: str, where: str) -> str:
@@ -125,15 +125,51 @@ def _checked_name(key: str, where: str) -> str:
     if len(key) > _LONGEST:
         raise UserError(f"{where}: unknown setting {_shown(key)}.")
     if section in SECTIONS:
-        own = [s.partition(".")[2] for s in SETTINGS if s.startswith(f"{section}.")]
+        section, name = next((s, key[len(s) + 1 :]) for s in reversed(SECTIONS) if key.startswith(f"{s}."))
+        own = [s.removeprefix(f"{section}.") for s in SETTINGS if s.startswith(f"{section}.")]
         raise UserError(
             f"{where}: [{section}] has no option {name!r}; choose one of: {', '.join(own)}.{did_you_mean(name, own)}"
         )
     known = [*SECTIONS, *CHOICES] if name else [s for s in SETTINGS if "." not in s]
     kind, wrong = ("section", section) if name else ("setting", key)
-    raise UserError(
-        f"{where}: unknown {kind} {wrong!r}; choose one of: {', '.join(known)}.{did_you_mean(wrong, known)}"
-    )
+    near = "" if name else nearest_setting(key)
+    hint = f" Did you mean {near!r}?" if near else did_you_mean(wrong, known)
+    raise UserError(f"{where}: unknown {kind} {wrong!r}; choose one of: {', '.join(known)}.{hint}")
+
+
+def nearest_setting(name: str) -> str:
+    """The setting that a name without its section stands for, or a common word for it; empty if there is none.
+
+    >>> nearest_setting("lr"), nearest_setting("weight-decay"), nearest_setting("optim"), nearest_setting("zzz")
+    ('train.lr', 'train.weight_decay', 'train.optimizer', '')
+    """
+    plain = name.lower().replace("-", "_")
+    if plain in _OTHER_WORDS:
+        return _OTHER_WORDS[plain]
+    # Of equal names the one in the shortest section: train.lr, not train.first.lr.
+    return min((key for key in SETTINGS if key.rpartition(".")[2] == plain), key=len, default="")
+
+
+_OTHER_WORDS = {
+    "learning_rate": "train.lr",
+    "optim": "train.optimizer",
+    "wd": "train.weight_decay",
+    "scheduler": "train.schedule",
+    "lr_scheduler": "train.schedule",
+    "n_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "dataset": "data.name",
+    "n_tasks": "data.tasks",
+    "num_tasks": "data.tasks",
+    "model": "backbone",
+    "arch": "backbone",
+    "network": "backbone",
+    "exemplars": "memory.budget",
+    "num_exemplars": "memory.budget",
+    "memory_size": "memory.budget",
+    "buffer_size": "memory.budget",
+    "bs": "batch.size",
+}
 
 
 _KINDS = {
@@ -217,8 +253,15 @@ def _shown(value: Any) -> str:
 
 def _build(values: Values) -> RunConfig:
     made: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
-    for section, kind in SECTIONS.items():
-        made[section] = kind(**inside(values, section))
+    inner: dict[str, dict[str, Any]] = {}  # by section, the sections inside it
+    for section in reversed(SECTIONS):  # a section inside another comes after it
+        outer, _, name = section.rpartition(".")
+        own = {name: value for name, value in inside(values, section).items() if "." not in name}
+        part = SECTIONS[section](**own, **inner.pop(section, {}))
+        if outer:
+            inner.setdefault(outer, {})[name] = part
+        else:
+            made[section] = part
     for section, choice in CHOICES.items():
         options = inside(values, section)
         name = options.pop("name", SETTINGS[f"{section}.name"].default)

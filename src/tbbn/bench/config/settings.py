@@ -1,15 +1,16 @@
 """Every setting of a run: frozen dataclasses whose fields carry their help, choices and limits."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from tbbn.bench.config.options import default_options
-from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, Values, implied
+from tbbn.bench.config.protocols import OPTIMIZERS, PROTOCOLS, QUIRKS, Values, implied
 from tbbn.options import Option
 from tbbn.options import option as setting
 
+SCHEDULES = ("multistep", "cosine", "constant")
 _FLOAT = 3.4e38  # weights are float32
 _MANY = 2**20  # a typing error beyond this would fill the memory or never end
 
@@ -65,11 +66,14 @@ class DataConfig:
     root: str = setting("data", "folder of the data sets, and where downloads go")
     download: bool = setting(True, "download missing data")
     unreadable: str = setting("fail", "an unreadable image file stops the run, or is skipped", choices=("fail", "skip"))
+    split: float = setting(
+        0.0, "folder without train/ and test/: fraction of each class's images for testing", least=0, below=1
+    )
     size: int = setting(0, "side of the stored images; 0 keeps the original size", least=0, most=4096)
     crop: int = setting(0, "side of the network's input; 0 is the stored size", least=0, most=4096)
     tasks: int = setting(5, "number of tasks the classes are divided into", least=1, most=_MANY)
     stop_after: int = setting(0, "train only this many tasks; 0 trains all", least=0, most=_MANY)
-    base_classes: int = setting(0, "classes of the first task; 0 makes all tasks equal", least=0, most=_MANY)
+    base_classes: int = setting(0, "classes of the first task; 0 divides all classes evenly", least=0, most=_MANY)
     class_order: str = setting("seed", "order of the classes: seed, natural, icarl, or class numbers as 3,1,0,2")
     class_order_seed: int = setting(
         -1, "seed of the class order; -1 uses the seed of the run", least=-1, most=2**32 - 1
@@ -142,13 +146,37 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
+class FirstTaskConfig:
+    """Settings of the first task that differ from those of the later ones."""
+
+    epochs: int = setting(0, "first task: epochs; 0 is as in later tasks", least=0, most=_MANY)
+    lr: float = setting(0.0, "first task: learning rate; 0 is as in later tasks", least=0, most=_FLOAT)
+    weight_decay: float = setting(
+        -1.0, "first task: weight decay; below 0 it is as in later tasks", least=-1, most=_FLOAT
+    )
+    schedule: str = setting("same", "first task: learning-rate schedule", choices=("same", *SCHEDULES))
+    milestones: tuple[float, ...] = setting((), "first task: milestones; none is as in later tasks", least=0, most=1)
+    gamma: float = setting(0.0, "first task: factor at each milestone; 0 is as in later tasks", least=0, most=_FLOAT)
+
+    def chosen(self) -> dict[str, Any]:
+        """The settings that are not as in later tasks."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {name: value for name, value in own.items() if not (isinstance(value, float) and value < 0)}
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     epochs: int = setting(20, "epochs per task", least=1, most=_MANY)
-    lr: float = setting(0.1, "learning rate of SGD at the start of each task", above=0, most=_FLOAT)
+    optimizer: str = setting(
+        "sgd", "optimiser; another one has other defaults of lr and weight_decay", choices=OPTIMIZERS
+    )
+    lr: float = setting(0.1, "learning rate at the start of each task", above=0, most=_FLOAT)
     momentum: float = setting(0.9, "momentum of SGD", least=0, most=_FLOAT)
-    nesterov: bool = setting(False, "Nesterov momentum")
+    nesterov: bool = setting(False, "Nesterov momentum of SGD")
+    betas: tuple[float, ...] = setting((0.9, 0.999), "decay rates of Adam's two moments", least=0, below=1)
     weight_decay: float = setting(5e-4, "weight decay, on every parameter", least=0, most=_FLOAT)
-    schedule: str = setting("multistep", "learning-rate schedule", choices=("multistep", "cosine", "constant"))
+    schedule: str = setting("multistep", "learning-rate schedule", choices=SCHEDULES)
+    warmup: int = setting(0, "epochs in which the learning rate rises to its value", least=0, most=_MANY)
     milestones: tuple[float, ...] = setting((0.5, 0.75), "multistep: fractions of the epochs", least=0, most=1)
     gamma: float = setting(0.1, "multistep: factor at each milestone", above=0, most=_FLOAT)
     clip_norm: float = setting(0.0, "clip the gradient to this norm; 0 is off", least=0, most=_FLOAT)
@@ -158,6 +186,11 @@ class TrainConfig:
         "epoch whose weights are kept; best is by the validation loss of the current task (joint: of all tasks so far)",
         choices=("last", "best"),
     )
+    first: FirstTaskConfig = field(default_factory=FirstTaskConfig)
+
+    def of_task(self, number: int) -> "TrainConfig":
+        """The settings of a task (0-based): in the first one, those of ``first`` that are set replace the others."""
+        return self if number else replace(self, **self.first.chosen())
 
 
 @dataclass(frozen=True)
@@ -196,7 +229,7 @@ class RunConfig:
     def label(self) -> str:
         """What tables and curves call the run. Leaves out options that other settings imply, as ``data.online`` does."""
         names = self.norm.name, self.method.name
-        values = implied(self.protocol, self.data.name, *names, self.quirks, self.data.online)
+        values = implied(self.protocol, self.data.name, *names, self.quirks, self.data.online, self.train.optimizer)
         return " + ".join(chosen.differing(**inside(values, chosen.kind)) for chosen in (self.method, self.norm))
 
 
@@ -205,6 +238,7 @@ SECTIONS: dict[str, type] = {
     "memory": MemoryConfig,
     "batch": BatchConfig,
     "train": TrainConfig,
+    "train.first": FirstTaskConfig,
     "save": SaveConfig,
 }
 CHOICES: dict[str, type[Choice]] = {"norm": NormChoice, "method": MethodChoice}
@@ -216,14 +250,14 @@ def inside(values: Values, section: str) -> dict[str, Any]:
     >>> inside({"seed": 1, "train.lr": 0.1}, "train")
     {'lr': 0.1}
     """
-    return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
+    return {key.removeprefix(f"{section}."): value for key, value in values.items() if key.startswith(f"{section}.")}
 
 
 def _settings() -> Mapping[str, Setting]:
     found = {}
     for prefix, owner in (("", RunConfig), *((f"{name}.", owner) for name, owner in SECTIONS.items())):
         for f in fields(owner):
-            if f.default is MISSING:  # a section
+            if f.default is MISSING:  # a section, or one inside it
                 continue
             if f.name in CHOICES and not prefix:
                 found[f"{f.name}.name"] = Setting(f.default.name, **f.metadata, kind=str, name=f"{f.name}.name")

@@ -48,16 +48,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """The config as nested tables of what TOML and JSON hold; :func:`resolve` turns them into the config again."""
-    tree: dict[str, Any] = {}
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if isinstance(value, Choice):
-            tree[f.name] = {"name": value.name, **{k: _plain(v) for k, v in value.options}}
-        elif is_dataclass(value):
-            tree[f.name] = {g.name: _plain(getattr(value, g.name)) for g in fields(value)}
-        else:
-            tree[f.name] = _plain(value)
-    return tree
+    return {f.name: _plain(getattr(config, f.name)) for f in fields(config)}
 
 
 def to_toml(config: RunConfig | Mapping[str, Any]) -> str:
@@ -72,6 +63,10 @@ def to_toml(config: RunConfig | Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Choice):
+        return {"name": value.name, **{option: _plain(v) for option, v in value.options}}
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 

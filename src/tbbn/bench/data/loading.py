@@ -27,12 +27,14 @@ def load(
     download: bool = True,
     size: int | None = None,
     unreadable: str = "fail",
+    split: float = 0.0,
     on_progress: Progress | None = None,
 ) -> Source:
     """The data set of that name, read from `root` or downloaded into it.
 
     `size` resizes the images to size x size; by default they keep their size. An image file that cannot be read is an
-    error (`unreadable="fail"`) or left out ("skip"). `on_progress` is called with the images decoded so far and in all.
+    error (`unreadable="fail"`) or left out ("skip"). `split` divides a folder without test images: the fraction of each
+    class to test on. `on_progress` is called with the images decoded so far and in all.
     """
     if unreadable not in UNREADABLE:
         raise unknown_name("way to treat unreadable images", unreadable, UNREADABLE)
@@ -41,7 +43,7 @@ def load(
     if "\0" in f"{name}{root}":
         raise UserError(f"{name!r} under {str(root)!r}: a path cannot contain NUL")
     arguments = {"root": Path(root).expanduser(), "download": download, "unreadable": unreadable}
-    arguments |= {"size": size, "on_progress": on_progress}
+    arguments |= {"size": size, "on_progress": on_progress, "split": split}
     names = members(name)
     return _load_one(name, arguments) if names == [name] else _load_sequence(name, names, arguments)
 
@@ -116,7 +118,7 @@ def _dissimilar(
     return _load_sequence(name, _DISSIMILAR, arguments | {"size": size, "on_progress": on_progress})
 
 
-# A function may take any of name, root, size, download, unreadable, on_progress and argument (what follows a colon).
+# A function may take any of name, root, size, download, unreadable, split, on_progress and argument (what follows a colon).
 _BUILT_IN: tuple[tuple[str, Callable[..., Source], str], ...] = (
     (
         "digits",
@@ -152,7 +154,7 @@ _BUILT_IN: tuple[tuple[str, Callable[..., Source], str], ...] = (
     (
         "folder",
         folders.folder,
-        "folder:PATH, your own images in PATH/train/<class>/ and PATH/test/<class>/ or PATH/val/<class>/",
+        "folder:PATH, your own images in PATH/train/<class>/ and PATH/test/<class>/ (or val); data.split divides PATH/<class>/",
     ),
     (
         "arrays",

@@ -27,24 +27,26 @@ class Outline(NamedTuple):
     note: str = ""
 
 
-def outline(name: str, root: str | Path = "data", *, size: int | None = None, unreadable: str = "fail") -> Outline:
+def outline(
+    name: str, root: str | Path = "data", *, size: int | None = None, unreadable: str = "fail", split: float = 0.0
+) -> Outline:
     """The outline of a data set: files of a folder are counted, of a published set the numbers are known.
 
     Any other data set is loaded, without downloading.
     """
     names, root = loading.members(name), Path(root).expanduser()
     if names == [name]:
-        return _outline_one(name, root, size, unreadable)
-    parts = [_outline_one(part, root, size or loading.SEQUENCE_SIZE, unreadable) for part in names]
+        return _outline_one(name, root, size, unreadable, split)
+    parts = [_outline_one(part, root, size or loading.SEQUENCE_SIZE, unreadable, split) for part in names]
     notes = dict.fromkeys(part.note for part in parts if part.note)
     return Outline(loading.sequence(name, [part.source for part in parts]), "; ".join(notes))
 
 
-def _outline_one(name: str, root: Path, size: int | None, unreadable: str) -> Outline:
+def _outline_one(name: str, root: Path, size: int | None, unreadable: str, split: float) -> Outline:
     if (name not in FACTS and not name.startswith("folder:")) or is_packed(root / f"{name}-packed"):
-        return Outline(loading.load(name, root, download=False, size=size, unreadable=unreadable))
+        return Outline(loading.load(name, root, download=False, size=size, unreadable=unreadable, split=split))
     if name not in OFFICIAL or not OFFICIAL[name].files_present(root):
-        listed = list_named(name, root)
+        listed = list_named(name, root, split)
         if listed is not None:
             return _of_listing(name, listed, size, unreadable)
     facts = FACTS[name]

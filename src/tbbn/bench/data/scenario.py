@@ -62,10 +62,11 @@ def make_scenario(
 ) -> Scenario:
     """Divide `source` into `n_tasks` tasks of disjoint classes; every image belongs to exactly one task.
 
-    All tasks have equally many classes; with `base_classes`, the first task has these and the others share the rest
-    equally. `class_order` is "seed" (a permutation by `class_order_seed`), "natural", "icarl" (the order of iCaRL, for 100
-    classes), or a list of original ids. In a sequence of data sets each set becomes equally many tasks; classes are
-    permuted within each set, then the tasks are shuffled. A given list of ids, or "icarl", ignores the sets.
+    Tasks have equally many classes, or where that is impossible the first ones have one more; with `base_classes`, the
+    first task has these and the others share the rest. `class_order` is "seed" (a permutation by `class_order_seed`),
+    "natural", "icarl" (the order of iCaRL, for 100 classes), or a list of original ids. In a sequence of data sets each set
+    becomes equally many tasks; classes are permuted within each set, then the tasks are shuffled. A given list of ids, or
+    "icarl", ignores the sets.
 
     `validation` is the fraction of each class's training rows that is held out. The draw depends on `seed` only, not on the
     class order.
@@ -95,26 +96,23 @@ def _check_arguments(n_tasks: int, base_classes: int, class_order_seed: int, val
 
 
 def _task_sizes(n_classes: int, n_tasks: int, base_classes: int) -> list[int]:
-    """The number of classes of each task; the error names the numbers of tasks that work."""
+    """The number of classes of each task."""
     if not base_classes:
-        if n_classes % n_tasks:
-            fitting = ", ".join(map(str, _divisors(n_classes)))
-            raise UserError(f"scenario: {n_classes} classes do not divide into {n_tasks} equal tasks; use {fitting}")
-        return [n_classes // n_tasks] * n_tasks
+        return _shares(n_classes, n_tasks, "classes")
     rest = n_classes - base_classes
-    if rest <= 0:
-        raise UserError(f"scenario: base_classes must leave classes for later tasks: {base_classes} of {n_classes}")
-    if n_tasks == 1 or rest % (n_tasks - 1):
-        fitting = ", ".join(str(1 + divisor) for divisor in _divisors(rest))
+    if rest <= 0 or n_tasks == 1:
         raise UserError(
-            f"scenario: the {rest} classes after a base of {base_classes} do not divide into {n_tasks - 1} equal tasks; "
-            f"use n_tasks (the base counts as one) {fitting}"
+            f"scenario: base_classes must leave classes for later tasks: {base_classes} of {n_classes} in {n_tasks} tasks"
         )
-    return [base_classes] + [rest // (n_tasks - 1)] * (n_tasks - 1)
+    return [base_classes, *_shares(rest, n_tasks - 1, f"classes after a base of {base_classes}")]
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def _shares(n_classes: int, n_tasks: int, what: str) -> list[int]:
+    """Sizes that differ by one at most, the larger ones first."""
+    if n_tasks > n_classes:
+        raise UserError(f"scenario: {n_classes} {what} cannot fill {n_tasks} tasks; use at most {n_classes} tasks")
+    size, more = divmod(n_classes, n_tasks)
+    return [size + 1] * more + [size] * (n_tasks - more)
 
 
 def _class_order(class_order: str | Sequence[int], n_classes: int, class_order_seed: int) -> list[int]:
@@ -151,18 +149,12 @@ def _tasks_of_groups(groups: list[int], n_tasks: int, class_order: str, class_or
         )
     members = [[original for original, group in enumerate(groups) if group == name] for name in names]
     per_group = n_tasks // len(names)
-    for name, classes in zip(names, members, strict=True):
-        if len(classes) % per_group:
-            fitting = ", ".join(str(d * len(names)) for d in _divisors(len(classes)))
-            raise UserError(
-                f"scenario: data set {name} has {len(classes)} classes, which do not divide into {per_group} equal "
-                f"tasks; use n_tasks {fitting}"
-            )
+    sizes = [_shares(len(own), per_group, f"classes of data set {i}") for i, own in enumerate(members)]
     if class_order == "natural":
-        return [task for classes in members for task in _cut(classes, [len(classes) // per_group] * per_group)]
+        return [task for own, size in zip(members, sizes, strict=True) for task in _cut(own, size)]
     # The order of the tasks is shuffled last, from the same stream, so it does not affect the order of the classes.
     *members, order = _shuffled([*members, list(range(n_tasks))], class_order_seed)
-    tasks = [task for classes in members for task in _cut(classes, [len(classes) // per_group] * per_group)]
+    tasks = [task for own, size in zip(members, sizes, strict=True) for task in _cut(own, size)]
     return [tasks[i] for i in order]
 
 

@@ -76,7 +76,7 @@ def forecast(config: RunConfig) -> Forecast:
                 memory=batch.memory,
                 splits=batch.splits,
                 steps=steps,
-                epochs=config.train.epochs,
+                epochs=config.train.of_task(task.number).epochs,
             )
         )
         if method.uses_memory and store.budget:

@@ -24,7 +24,7 @@ A run is a generator: it yields an event after every step it has enqueued, and w
 The caller may show progress, save, stop, or let another run work on the same device meanwhile.
 
 Every random choice is a function of the seed, the task, the phase and the epoch. So the state of a run is its position, the
-weights, the optimiser's momentum, the best epoch so far, the memory and the record.
+weights, the optimiser's state, the best epoch so far, the memory and the record.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tbbn.bench.data.scenario import Task
 from tbbn.bench.engine import setup, validate
 from tbbn.bench.engine.evaluate import evaluate
 from tbbn.bench.engine.events import Diverged, EpochEnded, Event, Position, Stepped, TaskEnded, Waiting
-from tbbn.bench.engine.phase import PhaseSettings, all_finite, make_optimizer, set_lr
+from tbbn.bench.engine.phase import OptimizerState, PhaseSettings, all_finite, make_optimizer, set_lr
 from tbbn.bench.engine.record import Record, digest
 from tbbn.bench.engine.step import SavedTotals, Step, describe_divergence, read_totals
 from tbbn.bench.engine.task import EngineTaskContext, PhaseRows
@@ -92,7 +92,7 @@ class Run:
         self.steps: dict[BatchSpec, Step] = {}
         self.best: BestEpoch | None = None  # with train.keep = "best"
         # Read from a checkpoint, and used when the interrupted phase goes on:
-        self.restored_momentum: dict[str, Tensor] = {}  # by the parameter's position in the optimiser
+        self.restored_optimizer: OptimizerState = {}
         self.restored_totals: dict[BatchSpec, SavedTotals] = {}  # loss sums of the interrupted epoch
 
     def make_network(self) -> Network:
@@ -168,12 +168,12 @@ class Run:
         )
 
     def _train_phase(self, context: EngineTaskContext, phase: Phase) -> Iterator[Event]:
-        settings = PhaseSettings.of(self.config, phase)
+        settings = PhaseSettings.of(self.config, phase, context.number)
         parameters = self._trainable(phase)
         if (self.position.epoch, self.position.step) == (0, 0):
             self.rows, self.best = context.phase_rows(phase.rows), None
         assert self.rows is not None  # chosen above, or restored from the checkpoint
-        self.optimizer, self.restored_momentum = make_optimizer(parameters, settings, self.restored_momentum), {}
+        self.optimizer, self.restored_optimizer = make_optimizer(parameters, settings, self.restored_optimizer), {}
         self.steps = {}
         blocks: list[EpochBlock] = []
         if self.position.epoch < settings.epochs:

@@ -23,14 +23,17 @@ class PhaseSettings:
     momentum: float
     weight_decay: float
     nesterov: bool
+    optimizer: str
+    betas: tuple[float, ...]
     schedule: str
+    warmup: int
     milestones: tuple[float, ...]
     gamma: float
     keep: str
 
     @classmethod
-    def of(cls, config: RunConfig, phase: Phase) -> PhaseSettings:
-        train = config.train
+    def of(cls, config: RunConfig, phase: Phase, task: int) -> PhaseSettings:
+        train = config.train.of_task(task)
 
         def pick(name: str) -> Any:
             own = getattr(phase, name)
@@ -42,15 +45,20 @@ class PhaseSettings:
             momentum=pick("momentum"),
             weight_decay=pick("weight_decay"),
             nesterov=train.nesterov and pick("momentum") > 0,
+            optimizer=train.optimizer,
+            betas=train.betas,
             schedule=pick("schedule"),
+            warmup=0 if phase.epochs is not None else train.warmup,
             milestones=train.milestones,
             gamma=train.gamma,
             keep=pick("keep"),
         )
 
     def lr_at(self, epoch: int) -> float:
+        if epoch < self.warmup:
+            return self.lr * (epoch + 1) / (self.warmup + 1)
         if self.schedule == "cosine":
-            return self.lr * 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
+            return self.lr * 0.5 * (1 + math.cos(math.pi * (epoch - self.warmup) / (self.epochs - self.warmup)))
         if self.schedule == "multistep":
             # Rounded up: a short run must not reach a milestone before its first step. 1e-9 absorbs the error of the product.
             reached = sum(epoch >= math.ceil(m * self.epochs - 1e-9) for m in self.milestones)
@@ -58,24 +66,39 @@ class PhaseSettings:
         return self.lr
 
 
+# What an optimiser keeps of each parameter, by the name under which a checkpoint has it.
+STATE = {"momentum": "momentum_buffer", "adam_step": "step", "adam_mean": "exp_avg", "adam_square": "exp_avg_sq"}
+OptimizerState = Mapping[str, Mapping[str, Tensor]]  # by the names of STATE, then by the parameter's position
+
+
 def make_optimizer(
-    parameters: list[nn.Parameter], settings: PhaseSettings, momentum_buffers: Mapping[str, Tensor]
+    parameters: list[nn.Parameter], settings: PhaseSettings, restored: OptimizerState
 ) -> torch.optim.Optimizer:
-    """SGD over these parameters, with momentum buffers restored from a checkpoint, keyed by position."""
+    """The optimiser of these parameters, with the state that a checkpoint had."""
     device = parameters[0].device
-    optimizer = torch.optim.SGD(
-        parameters,
-        lr=torch.tensor(settings.lr, device=device) if device.type == "cuda" else settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        nesterov=settings.nesterov,
-        fused=True,
-    )
-    for position, buffer in momentum_buffers.items():
-        # In the parameter's memory format: the fused SGD step reads both in storage order.
-        parameter = parameters[int(position)]
-        optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(buffer).detach()
+    lr = torch.tensor(settings.lr, device=device) if device.type == "cuda" else settings.lr
+    common: dict[str, Any] = {"lr": lr, "weight_decay": settings.weight_decay, "fused": True}
+    optimizer: torch.optim.Optimizer
+    if settings.optimizer == "sgd":
+        optimizer = torch.optim.SGD(parameters, momentum=settings.momentum, nesterov=settings.nesterov, **common)
+    else:
+        adam = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
+        first, second = settings.betas
+        optimizer = adam(parameters, betas=(first, second), capturable=device.type == "cuda", **common)
+    for name, tensors in restored.items():
+        for position, saved in tensors.items():
+            # In the parameter's memory format: a fused step reads both in storage order.
+            parameter = parameters[int(position)]
+            own = torch.empty_like(parameter if saved.dim() else saved).copy_(saved).detach()
+            optimizer.state[parameter][STATE[name]] = own
     return optimizer
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What an optimiser keeps of its parameters: ``name.position``, names as in ``STATE``."""
+    parameters = optimizer.param_groups[0]["params"]
+    kept = {(name, i): optimizer.state[p].get(key) for name, key in STATE.items() for i, p in enumerate(parameters)}
+    return {f"{name}.{i}": tensor for (name, i), tensor in kept.items() if tensor is not None}
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

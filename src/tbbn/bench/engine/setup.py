@@ -66,6 +66,7 @@ def load_source(config: RunConfig, *, download: bool | None = None) -> Source:
             download=data.download if download is None else download,
             size=data.size or None,
             unreadable=data.unreadable,
+            split=data.split,
         )
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
@@ -78,7 +79,7 @@ def load_source(config: RunConfig, *, download: bool | None = None) -> Source:
 def outline_source(config: RunConfig) -> Outline:
     """The data set of a config without its images, and what about it is an estimate. Downloads nothing."""
     data = config.data
-    found = outline(data.name, data.root, size=data.size or None, unreadable=data.unreadable)
+    found = outline(data.name, data.root, size=data.size or None, unreadable=data.unreadable, split=data.split)
     _check_crop(config, found.source)
     return found
 

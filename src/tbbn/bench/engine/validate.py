@@ -21,6 +21,7 @@ from tbbn.bench.methods import Method
 from tbbn.bench.models import backbone
 from tbbn.errors import UserError
 from tbbn.nn import convert, is_balanced
+from tbbn.nn.convert import is_norm
 from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, NORMS
 
 
@@ -35,8 +36,7 @@ def check(config: RunConfig) -> RunConfig:
         _check_network(config, method, (3, 32, 32))
     memory_of(config)
     batch_layout(config.batch.size, ratio_of(config))
-    if config.train.nesterov and not config.train.momentum:
-        raise UserError("train.nesterov needs a momentum; set train.momentum, such as 0.9.")
+    _check_training(config)
     if config.train.keep == "best" and not config.data.validation:
         raise UserError("train.keep = 'best' needs validation images; set data.validation, such as 0.1.")
     if config.data.online:
@@ -45,9 +45,23 @@ def check(config: RunConfig) -> RunConfig:
     return config
 
 
+def _check_training(config: RunConfig) -> None:
+    train = config.train
+    if train.nesterov and not train.momentum:
+        raise UserError("train.nesterov needs a momentum; set train.momentum, such as 0.9.")
+    if train.nesterov and train.optimizer != "sgd":
+        raise UserError(f"train.nesterov is for SGD; leave it out with train.optimizer = {train.optimizer!r}.")
+    if len(train.betas) != 2:
+        raise UserError(f"train.betas must be two numbers, such as 0.9,0.999, got {list(train.betas)}.")
+    for epochs in {train.epochs, train.of_task(0).epochs}:
+        if train.warmup and train.warmup >= epochs:
+            raise UserError(f"train.warmup must be below the {epochs} epochs of a task, got {train.warmup}.")
+
+
 def _check_online(config: RunConfig) -> None:
-    if config.train.epochs != 1:
-        raise UserError(f"data.online passes over each task once; train.epochs must be 1, got {config.train.epochs}.")
+    for name, epochs in (("epochs", config.train.epochs), ("first.epochs", config.train.of_task(0).epochs)):
+        if epochs != 1:
+            raise UserError(f"data.online passes over each task once; train.{name} must be 1, got {epochs}.")
     if config.memory.selection != "reservoir":
         raise UserError(f"data.online needs memory.selection = 'reservoir', got {config.memory.selection!r}.")
     if config.batch.current_from != "task":
@@ -92,6 +106,10 @@ def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *register
                     f"backbone {name!r} must return features (2, {body.n_features}) for two images, got {made}."
                 )
     has_stages = body.has_stages
+    if norm.name != "bn" and not any(map(is_norm, body.modules())):
+        raise UserError(
+            f"norm {norm.name!r} replaces batch norms, and backbone {name!r} has none; norm 'bn' trains it as it is."
+        )
     try:
         with NORMS.blame(norm.name):
             convert(body, norm.name, **norm.dict()).train()(images)

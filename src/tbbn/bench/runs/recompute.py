@@ -99,7 +99,7 @@ def _epochs(record: Record, method: Method, exemplars: list[int]) -> Finding:
         except AttributeError:
             return Finding("epochs in the history", not_checked=f"the phases of {config.method.name} need its network")
         for phase in phases:
-            settings = PhaseSettings.of(config, phase)
+            settings = PhaseSettings.of(config, phase, task)
             has_validation = settings.keep == "best"
             wanted += [(task, phase.name, e, settings.lr_at(e), has_validation) for e in range(settings.epochs)]
     n_past = sum(entry[0] < len(record.accuracy) for entry in wanted)

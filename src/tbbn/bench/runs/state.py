@@ -13,6 +13,7 @@ from tbbn.bench.config import RunConfig, parse_toml, resolve, to_toml
 from tbbn.bench.data.batches import BatchSpec
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.loop import BestEpoch, Run
+from tbbn.bench.engine.phase import STATE, optimizer_state
 from tbbn.bench.engine.step import SavedTotals
 from tbbn.bench.engine.task import PhaseRows
 from tbbn.bench.runs import checkpoint
@@ -51,8 +52,7 @@ def _tensors(run: Run) -> dict[str, Tensor]:
     if run.rows is not None:
         tensors |= {"rows.current": run.rows.current, "rows.memory": run.rows.memory}
     if run.optimizer is not None:
-        buffers = [run.optimizer.state[p].get("momentum_buffer") for p in run.optimizer.param_groups[0]["params"]]
-        tensors |= {f"momentum.{i}": buffer for i, buffer in enumerate(buffers) if buffer is not None}
+        tensors |= optimizer_state(run.optimizer)
     return tensors | {f"totals.{i}": step.totals for i, step in enumerate(run.steps.values())}
 
 
@@ -126,7 +126,7 @@ def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where
     if (rows := values["rows"]) is not None:
         ratio = (rows["ratio"][0], rows["ratio"][1])
         run.rows = PhaseRows(rows["kind"], tensors["rows.current"], tensors["rows.memory"], ratio, rows["has_layout"])
-    run.restored_momentum = _on(run.device, tensors, "momentum")
+    run.restored_optimizer = {name: _on(run.device, tensors, name) for name in STATE}
     run.restored_totals = {
         BatchSpec(**entry["spec"]): SavedTotals(
             entry["names"], tensors[f"totals.{i}"].to(run.device), entry["count"], entry["finite"]

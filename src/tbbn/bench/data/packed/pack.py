@@ -20,6 +20,7 @@ def pack(
     size: int = SIZE,
     workers: int | None = None,
     classes: Path | None = None,
+    split: float = 0.0,
     unreadable: str = "fail",
     overwrite: bool = False,
     shard_bytes: int | None = None,
@@ -29,16 +30,18 @@ def pack(
 
     If all images have one size, of at most `size` on both sides, they are stored unchanged. Otherwise they are resized
     so that the shorter side is `size`, and cut to the centre square. `classes` is a file that selects and orders
-    classes. Every image is tried once; with `unreadable="fail"` one error names and counts the unreadable ones, with
-    "skip" they are left out.
+    classes; `split` divides a folder without test images. Every image is tried once; with `unreadable="fail"` one error
+    names and counts the unreadable ones, with "skip" they are left out.
     """
     if unreadable not in UNREADABLE:
         raise unknown_name("way to treat unreadable images", unreadable, UNREADABLE)
     for option, value in (("--size", size), ("--workers", workers)):
         if value is not None and value < 1:
             raise UserError(f"pack: {option} must be at least 1, got {value}")
+    if not 0 <= split < 1:
+        raise UserError(f"pack: --split must be at least 0 and below 1, got {split}")
     chosen = None if classes is None else chosen_classes(classes)
-    listed = list_folder("pack", source, chosen, _test_names(source))
+    listed = list_folder("pack", source, chosen, _test_names(source), split)
     request = PackRequest(listed, size, shard_bytes=shard_bytes)
     return write_packed(
         request, dest, workers=Workers(workers), unreadable=unreadable, overwrite=overwrite, on_progress=on_progress

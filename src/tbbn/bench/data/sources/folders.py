@@ -28,9 +28,11 @@ def present(root: Path) -> dict[str, bool]:
     return {name: there or is_packed(root / f"{name}-packed") for name, there in found.items()}
 
 
-def folder(name: str, argument: str, size: int | None, unreadable: str, on_progress: Progress | None) -> Source:
+def folder(
+    name: str, argument: str, size: int | None, unreadable: str, split: float, on_progress: Progress | None
+) -> Source:
     path = Path(argument).expanduser()
-    contents = read_folder(name, path, size, unreadable=unreadable, on_progress=on_progress)
+    contents = read_folder(name, path, size, unreadable=unreadable, split=split, on_progress=on_progress)
     return make_source(name, contents, IMAGENET_STATS)
 
 
@@ -94,11 +96,11 @@ def _imagenet100_classes(path: Path) -> list[str]:
     return classes
 
 
-def list_named(name: str, root: Path) -> FolderListing | None:
+def list_named(name: str, root: Path, split: float = 0.0) -> FolderListing | None:
     """The files of a data set that is a folder of images: `folder:PATH`, or a folder of its name under the root."""
     base, _, argument = name.partition(":")
     if base == "folder" and argument:
-        return list_folder(name, Path(argument).expanduser())
+        return list_folder(name, Path(argument).expanduser(), split=split)
     if base == "tiny-imagenet":
         path = tiny_imagenet_folder(root)
         return None if path is None else list_folder(name, path, None, ("val", "test"))
@@ -118,15 +120,16 @@ def read_folder(
     classes: list[str] | None = None,
     test_names: tuple[str, str] = ("test", "val"),
     cache: bool = False,
+    split: float = 0.0,
     unreadable: str = "fail",
     on_progress: Progress | None = None,
 ) -> Contents:
-    """Read a folder; `classes` selects and orders class folders.
+    """Read a folder; `classes` selects and orders class folders, `split` divides one without train/ and test/.
 
     An unreadable image is an error, or left out if `unreadable` is "skip". `cache` keeps a large set decoded on disk, as a
     packed set inside the folder.
     """
-    listed = list_folder(owner, path, classes, test_names)
+    listed = list_folder(owner, path, classes, test_names, split)
     if cache and size is not None and listed.n_images * channels * size**2 >= _CACHED_FROM:
         request = PackRequest(listed, size, keep_common_size=False, skip_option=SKIP_OPTION)
         packed = _packed_cache(request, unreadable, on_progress)

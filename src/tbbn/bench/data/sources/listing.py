@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +37,23 @@ def is_image_folder(folder: Path) -> bool:
 
 
 def list_folder(
-    owner: str, folder: Path, classes: list[str] | None = None, test_names: tuple[str, str] = ("test", "val")
+    owner: str,
+    folder: Path,
+    classes: list[str] | None = None,
+    test_names: tuple[str, str] = ("test", "val"),
+    split: float = 0.0,
 ) -> FolderListing:
-    """List a folder; `classes` selects and orders its classes, `test_names` are tried in order."""
+    """List a folder; `classes` selects and orders its classes, `test_names` are tried in order.
+
+    `split` is for a folder without test images: the fraction of each class's images that become test images.
+    """
+    if split:
+        return _list_divided(owner, folder, classes, split)
     if not is_image_folder(folder):
-        raise UserError(f"{owner}: {folder} needs the folders train/<class>/ and test/<class>/ (or val/<class>/)")
+        raise UserError(
+            f"{owner}: {folder} needs the folders train/<class>/ and test/<class>/ (or val/<class>/); "
+            "if it has no test images, divide it with a split, such as 0.2"
+        )
     train = folder / "train"
     test = next(folder / name for name in test_names if (folder / name).is_dir())
     names = class_names(train) if classes is None else classes
@@ -59,6 +71,40 @@ def list_folder(
         _list_annotated(test / "images", annotations, names) if flat else _list_images(test, names),
     )
     return FolderListing(folder, tuple(names), (train, test), listings)
+
+
+def _list_divided(owner: str, folder: Path, classes: list[str] | None, split: float) -> FolderListing:
+    """List `folder/<class>/`, or `folder/train/<class>/` without a test folder, and divide each class by `split`.
+
+    Test images are spread evenly over the sorted files of a class, the same ones each time.
+    """
+    if is_image_folder(folder):
+        raise UserError(f"{owner}: {folder} has test images of its own; leave the split out")
+    if not folder.is_dir():
+        raise UserError(f"{owner}: {folder}: no such folder")
+    whole = folder / "train" if (folder / "train").is_dir() else folder
+    names = class_names(whole) if classes is None else classes
+    if not names:
+        raise UserError(f"{owner}: {whole} holds no class folders; needs {whole}/<class>/*.png or similar")
+    _check_present(owner, names, [whole])
+    _check_distinct(owner, whole, names)
+    listed = _list_images(whole, names)
+    train: list[tuple[Path, int]] = []
+    test: list[tuple[Path, int]] = []
+    position: Counter[int] = Counter()
+    for file, label in zip(listed.files, listed.labels, strict=True):
+        i = position[label]
+        position[label] += 1
+        is_test = int((i + 1) * split + 1e-9) > int(i * split + 1e-9)  # 1e-9 absorbs the error of the product
+        (test if is_test else train).append((file, label))
+    for part, rows in (("training", train), ("test", test)):
+        empty = set(range(len(names))) - {label for _, label in rows}
+        if empty:
+            raise UserError(
+                f"{owner}: a split of {split} leaves class {names[min(empty)]!r} without {part} images; change it, or add images"
+            )
+    parts = [Listing(tuple(f for f, _ in rows), tuple(label for _, label in rows)) for rows in (train, test)]
+    return FolderListing(folder, tuple(names), (whole, whole), (parts[0], parts[1]))
 
 
 def class_names(folder: Path) -> list[str]:
