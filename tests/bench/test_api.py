@@ -229,7 +229,7 @@ def test_plots_are_figures(tmp_path: Path) -> None:
     results = tbbn.run(**TINY)
     figure = results.plot(tmp_path / "curves.png")
     assert isinstance(figure, figures.Figure) and (tmp_path / "curves.png").stat().st_size > 1000
-    assert isinstance(results[0].plot(), figures.Figure)
+    assert isinstance(results[0].plot(kind="matrix"), figures.Figure)
     assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
 
 

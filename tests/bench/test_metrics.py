@@ -40,6 +40,7 @@ def test_example_by_hand() -> None:
     assert metrics.forgetting(EXAMPLE) == pytest.approx(0.8 / 3)
     # Best earlier minus final: 0.9 - 0.6 and 0.8 - 0.4.
     assert metrics.forgetting(EXAMPLE, paper=False) == pytest.approx(0.7 / 3)
+    assert metrics.forgetting_past(EXAMPLE) == pytest.approx(0.7 / 2)  # the mean over the two past tasks
     assert metrics.backward_transfer(EXAMPLE) == pytest.approx((-0.3 - 0.4) / 2)
     assert metrics.final_accuracy(EXAMPLE, WEIGHTS) == pytest.approx((2.4 + 0.4 + 0.7) / 6)
     assert metrics.average_accuracy(EXAMPLE, WEIGHTS) == pytest.approx((0.9 + (2.0 + 0.8) / 5 + 3.5 / 6) / 3)
@@ -58,6 +59,7 @@ def test_one_task_forgets_nothing() -> None:
         "average_accuracy": 0.4,
         "forgetting": 0.0,
         "forgetting_history": 0.0,
+        "forgetting_past": 0.0,
         "learning_accuracy": 0.4,
         "backward_transfer": 0.0,
     }
@@ -78,6 +80,7 @@ def test_metrics_match_the_formulas_counted_from_one(rows: list[list[float]]) ->
     assert summary["forgetting"] == close(sum(paper) / n, abs=1e-12)
     assert summary["forgetting_history"] == close(sum(history) / n, abs=1e-12)
     if n > 1:
+        assert summary["forgetting_past"] == close(sum(history[:-1]) / (n - 1), abs=1e-12)
         assert summary["backward_transfer"] == close(sum(a[n, i] - a[i, i] for i in tasks) / (n - 1), abs=1e-12)
 
 

@@ -15,7 +15,7 @@ from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.runs.recipe import parse_choice
 from tbbn.errors import UserError
 from tbbn.paper import recipes
-from tbbn.paper.published import METRICS, compare, find_tables, paper_tables
+from tbbn.paper.published import METRICS, beside, compare, find_tables, paper_tables
 
 PAPER = Path(__file__).parents[3] / "shared" / "paper" / "paper.tex"
 TABLE1 = find_tables("table1", "cifar100")[0]
@@ -76,6 +76,15 @@ def test_only_runs_of_the_table_count_and_each_once() -> None:
     unfinished.status = "interrupted"
     assert cells([one, one, *other, unfinished], "ft + bn")[:3] == ("1", "35.41", "30.0")
     assert cells([one, *other], "ft + bn", **{"train.keep": "last"})[:3] == ("1", "35.41", "90.0")
+
+
+def test_only_tables_and_rows_of_which_there_are_runs_stand_beside_them() -> None:
+    assert beside([]) == [] and beside([run_of("bn", 0, 0.3, **{"train.keep": "last"})]) == []
+    tables = beside([run_of("cn", 0, 0.3), run_of("bn", 0, 0.3)])
+    assert [table.caption[:8] for table in tables] == ["Table 1:", "Table 2:", "Ablation"]
+    assert [[row[0] for row in table.rows] for table in tables] == [["ft + bn", "ft + cn"]] * 2 + [["ft + bn"]]
+    (impossible,) = (note for note in tables[1].notes if "cannot be" in note)  # eeil and ssil are not shown
+    assert impossible.startswith("ft + cn: ")
 
 
 def test_settings_that_are_not_the_recipes_are_named() -> None:

@@ -25,7 +25,8 @@ from tbbn.bench.data.types import Source
 from tbbn.bench.engine import Event, Record, Run, run_lanes
 from tbbn.bench.engine import run as run_in_memory
 from tbbn.bench.progress import RunProgress, run_progress
-from tbbn.bench.report.plots import accuracy_curves, accuracy_figure
+from tbbn.bench.report.figures import save_figure
+from tbbn.bench.report.plots import figure
 from tbbn.bench.report.tables import summary_table
 from tbbn.bench.runs.interrupt import stop_on_signal
 from tbbn.bench.runs.pending import PendingRun, check_folders, expand
@@ -195,9 +196,9 @@ class Result:
         rows = [(t + 1, i + 1, value) for t, row in enumerate(self.accuracy) for i, value in enumerate(row)]
         return _pandas().DataFrame(rows, columns=["after_task", "task", "accuracy"])
 
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """The accuracy after each task, as a matplotlib figure; with a path it is also saved there."""
-        return Results([self]).plot(path)
+    def plot(self, path: str | Path | None = None, kind: str = "accuracy") -> Figure:
+        """A matplotlib figure of this run, as :meth:`Results.plot` draws it."""
+        return Results([self]).plot(path, kind)
 
 
 class Results(list[Result]):
@@ -219,11 +220,16 @@ class Results(list[Result]):
             rows.append({**names, "seed": config.seed, "status": result.status, **result.metrics})
         return _pandas().DataFrame(rows)
 
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """Mean accuracy after each task, a curve per method and norm, as a matplotlib figure; with a path also saved."""
+    def plot(self, path: str | Path | None = None, kind: str = "accuracy") -> Figure:
+        """A matplotlib figure, with a path also saved there.
+
+        ``kind`` is "accuracy" or "forgetting" after each task, "gain" of each norm over batch norm on the same seeds, "matrix"
+        (heat maps of the accuracy matrices) or "errors" (types of wrong predictions). Colour is the method, line the norm.
+        """
+        drawn = figure(self.records, kind)
         if path is not None:
-            accuracy_curves(self.records, path)
-        return accuracy_figure(self.records)
+            save_figure(drawn, path)
+        return drawn
 
 
 def _in_memory(

@@ -18,6 +18,7 @@ FORMULAS: dict[str, str] = {
     "average_accuracy": "A_a = (1/T) sum_t (1/t) sum_{i<=t} a[t,i]",
     "forgetting_history": "F = (1/T) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])",
     "forgetting": "F_text = (1/T) sum_{i<T} max_{t>i} (a[i,i] - a[t,i])",
+    "forgetting_past": "FM = (1/(T-1)) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])",
     "learning_accuracy": "A_l = (1/T) sum_i a[i,i]",
     "backward_transfer": "BWT = (1/(T-1)) sum_{i<T} (a[T,i] - a[i,i])",
     "weighted_final_accuracy": "A_f^w = sum_i c_i a[T,i] / sum_i c_i, c_i classes in task i",
@@ -106,6 +107,18 @@ def forgetting(accuracy: Matrix, *, paper: bool = True) -> float:
     return fsum(drops) / len(accuracy)
 
 
+def forgetting_past(accuracy: Matrix) -> float:
+    """FM, the usual forgetting measure (Chaudhry et al., 2018): as F, but the mean is over the T - 1 past tasks.
+
+    0 for a single task.
+
+    >>> forgetting_past([[1.0], [0.25, 0.5]])
+    0.75
+    """
+    n_past = len(accuracy) - 1
+    return forgetting(accuracy, paper=False) * len(accuracy) / n_past if n_past > 0 else 0.0
+
+
 def learning_accuracy(accuracy: Matrix) -> float:
     """A_l: mean accuracy on each task right after learning it.
 
@@ -170,6 +183,7 @@ def summary(
         "average_accuracy": average_accuracy(accuracy),
         "forgetting_history": forgetting(accuracy, paper=False),
         "forgetting": forgetting(accuracy),
+        "forgetting_past": forgetting_past(accuracy),
         "learning_accuracy": learning_accuracy(accuracy),
         "backward_transfer": backward_transfer(accuracy),
     }

@@ -11,7 +11,7 @@ from importlib import resources
 from math import nan, sqrt
 
 from tbbn.bench.metrics import average_accuracy, final_accuracy, forgetting, learning_accuracy
-from tbbn.bench.report.tables import Table
+from tbbn.bench.report.table import Table
 from tbbn.paper.published import find_tables
 
 Matrix = list[list[float]]

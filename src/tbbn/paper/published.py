@@ -14,7 +14,7 @@ from typing import Any
 from tbbn.bench.config import RunConfig, Values, flatten, read_toml, resolve, to_dict
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
-from tbbn.bench.report.tables import Table
+from tbbn.bench.report.table import Table
 from tbbn.bench.runs.recipe import Axes, Layer, parse_choice, read_recipe
 from tbbn.errors import UserError, unknown_name
 from tbbn.paper import find_recipe
@@ -94,19 +94,37 @@ def find_tables(name: str, data: str | None = None) -> list[PaperTable]:
     return [table for table in named if table.data == (data or sets[0])]
 
 
-def compare(table: PaperTable, records: Sequence[Record], settings: Values | None = None) -> Table:
+def beside(records: Sequence[Record]) -> list[Table]:
+    """The tables of the paper, each with the rows that some of these records repeat."""
+    names = {record.run_config.data.name for record in records}
+    tables = []
+    for table in paper_tables():
+        layers, _ = table.layers()
+        if resolve(*layers).data.name in names:
+            rows = compare(table, records, missing=False)
+            tables += [rows] if rows.rows else []
+    return tables
+
+
+def compare(
+    table: PaperTable, records: Sequence[Record], settings: Values | None = None, *, missing: bool = True
+) -> Table:
     """The paper's table: for each number the paper's, ours (mean ± standard deviation), and the difference.
 
     Ours are the finished runs of the table's recipe, with ``settings`` over it. A difference within two standard errors of our
-    mean is marked "=". Rows that the paper does not have are "ours".
+    mean is marked "=". Rows that the paper does not have are "ours". Without ``missing``, rows without a run are left out.
     """
     layers, axes = table.layers()
     recipe = {key: _config(layers, *key) for key in _rows(table, axes)}
     wanted = {key: _config([*layers, ("settings", settings or {})], *key) for key in recipe}
     ours: dict[tuple[str, str], list[Record]] = {}
-    finished = [record for record in records if record.status == "finished"]
+    finished = _once([record for record in records if record.status == "finished"])
+    known = [(_identity(record.run_config), record) for record in finished]
     for key, config in wanted.items():
-        ours[key] = [r for r in _once(finished) if _identity(r.run_config) == _identity(config)]
+        identity = _identity(config)
+        members = [record for its, record in known if its == identity]
+        if members or missing:
+            ours[key] = members
     cells = []
     for (method, norm), members in ours.items():
         printed = table.rows.get((method, norm))
@@ -117,10 +135,12 @@ def compare(table: PaperTable, records: Sequence[Record], settings: Values | Non
     header = ["method + norm", "seeds"]
     for column in table.columns:
         header += [f"{column} paper", "ours", "diff."]
-    notes = [*table.notes, *table.impossible(), *(FORMULAS[METRICS[column]] for column in table.columns)]
+    shown = [f"{method} + {norm}" for method, norm in ours]
+    notes = [*table.notes, *(note for note in table.impossible() if note.partition(":")[0] in shown)]
+    notes += [FORMULAS[METRICS[column]] for column in table.columns]
     notes.append("ours: mean ± standard deviation over seeds. diff.: ours - paper; = means within two standard errors.")
     notes += _departures(recipe, ours)
-    return Table(tuple(header), tuple(cells), tuple(notes))
+    return Table(tuple(header), tuple(cells), tuple(notes), caption=table.title)
 
 
 def _rows(table: PaperTable, axes: Axes) -> list[tuple[str, str]]:

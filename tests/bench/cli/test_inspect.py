@@ -1,9 +1,7 @@
-"""``tbbn list``, ``show``, ``report`` and ``doctor``."""
+"""``tbbn list``, ``show`` and ``doctor``."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from pathlib import Path
@@ -77,36 +75,6 @@ def test_show_of_a_folder_of_runs_names_one(runs: Path, capsys: Capture) -> None
     for folder in (runs, runs.parent):
         line = mistake(capsys, "show", str(folder))
         assert line.endswith(f"holds 4 runs; name one of them, such as {runs / 'ft-bn-0'}.")
-
-
-def test_report_in_every_format(runs: Path, capsys: Capture) -> None:
-    def report(*words: str) -> str:
-        assert main(["report", str(runs), *words]) == 0
-        return capsys.readouterr().out
-
-    text = report()
-    assert "ft + gn(groups=8)" in text and "±" in text
-    assert "| ft + bn |" in report("--format", "md")
-    rows = list(csv.DictReader(io.StringIO(report("--format", "csv"))))
-    finals = [load_record(runs / f"ft-bn-{seed}").metrics["final_accuracy"] for seed in (0, 1)]
-    assert float(rows[0]["A_f %"]) == pytest.approx(50 * sum(finals), abs=0.051)
-    assert float(rows[0]["A_f % std"]) == pytest.approx(100 * abs(finals[0] - finals[1]) / 2**0.5, abs=0.051)
-    latex = report("--format", "latex")
-    assert r"\begin{tabular}{lrrrrrr}" in latex and r"A\_f \%" in latex and r"$\pm$" in latex
-    entries = json.loads(report("--json"))
-    assert [(e["label"], e["seed"], e["status"]) for e in entries[:2]] == [
-        ("ft + bn", 0, "finished"),
-        ("ft + bn", 1, "finished"),
-    ]
-    assert "unknown format 'tex'" in mistake(capsys, "report", str(runs), "--format", "tex")
-
-
-def test_report_counts_a_run_once_and_draws_when_asked(runs: Path, tmp_path: Path, capsys: Capture) -> None:
-    picture = tmp_path / "new" / "curves.png"
-    assert main(["report", str(runs), str(runs / "ft-bn-0"), "--json", "--plot", str(picture)]) == 0
-    said = capsys.readouterr()
-    assert len(json.loads(said.out)) == 4
-    assert picture.exists() and f"accuracy curves: {picture}" in said.err
 
 
 def test_doctor_says_versions_device_data_and_disk(tmp_path: Path, capsys: Capture) -> None:

@@ -1,51 +1,42 @@
-"""Accuracy curves, read back from matplotlib's objects."""
+"""Figures, read back from matplotlib's objects."""
 
 from __future__ import annotations
 
 import builtins
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from records import record
 
-from tbbn.bench.config import resolve, to_dict
 from tbbn.bench.engine.record import Record
-from tbbn.bench.report.plots import accuracy_curves
+from tbbn.bench.report.figures import save_figure
+from tbbn.bench.report.plots import KINDS, accuracy_curves, figure
 from tbbn.errors import UserError
 
-
-def record(accuracy: list[list[float]], seed: int = 0, norm: str = "bn", status: str = "finished") -> Record:
-    config = resolve(("test", {"seed": seed, "norm.name": norm}))
-    return Record(to_dict(config), status=status, task_sizes=[2, 2], accuracy=accuracy)
+UP, DOWN = [[1.0], [0.5, 0.7]], [[0.8], [0.3, 0.5]]
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every figure that is saved."""
-    from matplotlib.figure import Figure
-
-    saved: list[Any] = []
-    savefig = Figure.savefig
-
-    def keep(self: Figure, *arguments: Any, **options: Any) -> None:
-        saved.append(self)
-        savefig(self, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return saved
+def curves(records: Sequence[Record], kind: str = "accuracy") -> list[Any]:
+    """The curves of a figure that has one panel."""
+    (axes,) = figure(records, kind).axes
+    return list(axes.lines)
 
 
-def test_a_curve_is_the_mean_over_seeds_and_its_band_one_deviation(tmp_path: Path, figures: list[Any]) -> None:
-    records = [record([[1.0], [0.5, 0.7]]), record([[0.8], [0.3, 0.5]], seed=1), record([[0.9], [0.1, 0.1]], norm="gn")]
-    path = accuracy_curves(records, tmp_path / "new" / "curves.png")
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    (axes,) = figures[0].axes
+def legend(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_a_curve_is_the_mean_over_seeds_and_its_band_one_deviation() -> None:
+    drawn = figure([record(UP), record(DOWN, seed=1), record([[0.9], [0.1, 0.1]], norm__name="gn")])
+    (axes,) = drawn.axes
     first, second = axes.lines
     assert list(first.get_xdata()) == [1, 2]
     assert list(first.get_ydata()) == pytest.approx([90.0, 50.0])
     assert list(second.get_ydata()) == pytest.approx([90.0, 10.0])
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ft + bn (2 seeds)", "ft + gn (1 seed)"]
+    assert legend(axes) == ["ft + bn (2 seeds)", "ft + gn (1 seed)"]
     (band,) = axes.collections
     heights = band.get_paths()[0].vertices[:, 1]
     assert heights.max() == 100  # 90 + the deviation of 14.1, but no accuracy is above 100
@@ -53,16 +44,32 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_one_deviation(tmp_path: Pat
     assert band.get_alpha() < 0.3, "the curves behind it can be seen"
 
 
-def test_an_unfinished_run_does_not_cut_the_curve_of_the_others(tmp_path: Path, figures: list[Any]) -> None:
-    whole, broken = record([[1.0], [0.5, 0.7]]), record([[0.2]], seed=1, status="interrupted")
-    accuracy_curves([whole, broken], tmp_path / "a.png")
-    assert list(figures[0].axes[0].lines[0].get_ydata()) == pytest.approx([100.0, 60.0])
-    accuracy_curves([broken], tmp_path / "b.png")
-    assert list(figures[1].axes[0].lines[0].get_ydata()) == pytest.approx([20.0])
+def test_bands_do_not_go_below_zero() -> None:
+    (axes,) = figure([record([[0.0], [0.0, 0.0]]), record([[1.0], [0.4, 0.4]], seed=1)]).axes
+    heights = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert heights.min() == 0 and heights.max() == 100
 
 
-def test_runs_without_a_task_give_an_empty_picture_not_an_error(tmp_path: Path) -> None:
-    assert accuracy_curves([record([], status="failed")], tmp_path / "none.png").exists()
+def test_an_unfinished_run_does_not_cut_the_curve_of_the_others() -> None:
+    whole, broken = record(UP), record([[0.2]], "interrupted", seed=1)
+    assert list(curves([whole, broken])[0].get_ydata()) == pytest.approx([100.0, 60.0])
+    assert list(curves([broken])[0].get_ydata()) == pytest.approx([20.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_without_a_task_give_an_empty_picture_not_an_error(kind: str, tmp_path: Path) -> None:
+    assert save_figure(figure([record([], "failed")], kind), tmp_path / "new" / "none.png").exists()
+
+
+def test_the_file_is_of_the_format_its_name_says(tmp_path: Path) -> None:
+    assert accuracy_curves([record(UP)], tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(UserError, match=r"the picture must end in .*\.svg.*, got '\.doc'\."):
+        accuracy_curves([record(UP)], tmp_path / "x.doc")
+
+
+def test_an_unknown_kind_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"unknown kind of figure 'forgeting'; .* Did you mean 'forgetting'"):
+        figure([record(UP)], "forgeting")
 
 
 def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,34 +82,87 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path, monkey
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match=r"plots need matplotlib; pip install 'tbbn\[bench\]'\."):
-        accuracy_curves([record([[1.0]])], tmp_path / "x.png")
+        accuracy_curves([record(UP)], tmp_path / "x.png")
 
 
-def test_many_curves_look_different_and_the_legend_stands_beside_the_axes(tmp_path: Path, figures: list[Any]) -> None:
-    norms = ["bn", "in", "gn", "sn", "brn", "cn", "tbbn", "adab2n", "weighted"]
-    records = [record([[1.0], [0.5, 0.7]], norm=norm) for norm in norms]
-    for method in ("er", "lucir"):
-        for norm in norms:
-            config = resolve(("test", {"norm.name": norm, "method.name": method}))
-            records.append(Record(to_dict(config), status="finished", task_sizes=[2, 2], accuracy=[[1.0], [0.4, 0.6]]))
-    accuracy_curves(records, tmp_path / "many.png")
-    (figure,) = figures
-    (axes,) = figure.axes
-    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines}
-    assert len(axes.lines) == len(looks) == 27
-    (legend,) = figure.legends
-    assert axes.get_legend() is None
-    figure.draw_without_rendering()
-    box, whole = legend.get_window_extent(), figure.bbox
-    assert axes.get_window_extent().x1 < box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
+def test_colour_is_the_method_line_the_norm_and_marker_the_rest() -> None:
+    records = [record(UP, method__name=m, norm__name=n) for m in ("ft", "er") for n in ("bn", "tbbn")]
+    lines = curves([*records, record(UP, train__epochs=7)])  # two groups are now "ft + bn"
+    ft_bn, ft_tbbn, er_bn, er_tbbn, other = lines
+    assert ft_bn.get_color() == ft_tbbn.get_color() == other.get_color() != er_bn.get_color() == er_tbbn.get_color()
+    dashes = [line._dash_pattern for line in lines]
+    assert dashes[0] == dashes[2] == dashes[4] != dashes[1] == dashes[3]
+    assert ft_bn.get_marker() != other.get_marker()
 
 
-def test_dollars_and_underscores_of_a_name_are_drawn_as_they_are(tmp_path: Path, figures: list[Any]) -> None:
-    config = resolve(("test", {"data.name": "_my $x$ and $y"}))
-    named = Record(to_dict(config), status="finished", task_sizes=[2, 2], accuracy=[[1.0], [0.5, 0.7]])
-    other = record([[1.0], [0.5, 0.7]])
-    accuracy_curves([named, other], tmp_path / "x.png")
-    (axes,) = figures[0].axes
+def test_many_curves_have_a_panel_for_each_method() -> None:
+    records = [record(UP, method__name=m, norm__name=n) for m in ("ft", "er", "lucir") for n in ("bn", "tbbn")]
+    panels = figure(records).axes
+    assert [axes.get_title() for axes in panels] == ["ft", "er", "lucir"]
+    assert all(legend(axes) == ["bn (1 seed)", "tbbn (1 seed)"] for axes in panels)
+    assert len({axes.get_ylim() for axes in panels}) == 1, "panels can be compared"
+
+
+def test_many_norms_have_a_panel_each_beside_the_first() -> None:
+    norms = ["bn", "in", "gn", "sn", "brn", "cn", "tbbn", "adab2n"]
+    panels = [axes for axes in figure([record(UP, norm__name=norm) for norm in norms]).axes if axes.lines]
+    assert [axes.get_title() for axes in panels] == [f"ft + {norm}" for norm in norms[1:]]
+    assert all(
+        legend(axes) == ["bn (1 seed)", f"{norm} (1 seed)"] for axes, norm in zip(panels, norms[1:], strict=True)
+    )
+
+
+def test_forgetting_begins_with_the_second_task() -> None:
+    rows = [[0.6], [0.8, 0.9], [0.7, 0.5, 1.0]]
+    (line,) = curves([record(rows)], "forgetting")
+    assert list(line.get_xdata()) == [2, 3]
+    # After 2 tasks: (.6 - .8) / 2. After 3: ((.8 - .7) + (.9 - .5)) / 3.
+    assert list(line.get_ydata()) == pytest.approx([-10.0, 50 / 3])
+
+
+def test_the_gain_is_over_batch_norm_on_the_same_seeds() -> None:
+    records = [
+        record([[0.9], [0.5, 0.7]], norm__name="tbbn"),
+        record([[0.7], [0.6, 0.8]], norm__name="tbbn", seed=1),
+        record([[0.2], [0.2, 0.2]], norm__name="tbbn", seed=2),  # batch norm has no such seed
+        record([[0.8], [0.4, 0.6]]),
+        record([[0.8], [0.3, 0.3]], seed=1),
+    ]
+    drawn = figure(records, "gain")
+    (axes,) = drawn.axes
+    assert axes.get_title() == "gain over ft + bn" and legend(axes) == ["tbbn (2 seeds)"]
+    assert list(axes.lines[1].get_ydata()) == pytest.approx([0.0, 25.0])  # (10 - 10) / 2 and (10 + 40) / 2
+    heights = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert heights.max() == pytest.approx(25 + 15), "the standard error of 10 and 40"
+
+
+def test_a_heat_map_has_the_mean_matrix() -> None:
+    drawn = figure([record(UP), record(DOWN, seed=1), record(UP, norm__name="gn")], "matrix")
+    first, second = drawn.axes
+    assert first.get_title() == "ft + bn" and second.get_title() == "ft + gn"
+    assert [text.get_text() for text in first.texts] == ["90", "40", "60"]
+    values = first.collections[0].get_array().tolist()
+    assert values == [[pytest.approx(90.0), None], [pytest.approx(40.0), pytest.approx(60.0)]]
+    assert first.collections[0].get_clim() == (0, 100), "the same colours in all maps"
+
+
+def test_errors_are_bars_of_four_parts() -> None:
+    one, other = record(UP), record(UP, norm__name="gn")
+    other.errors[-1] = {"C->C": 10, "C->P": 20, "P->C": 30, "P->P": 40}
+    (axes,) = figure([one, other], "errors").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["bn", "gn"]
+    widths = [[bar.get_width() for bar in part] for part in axes.containers]
+    assert widths == [[1, 10], [2, 20], [3, 30], [4, 40]]
+    assert [bar.get_x() for bar in (part[1] for part in axes.containers)] == [0, 10, 30, 60]
+
+
+def test_dollars_and_underscores_of_a_name_are_drawn_as_they_are() -> None:
+    (axes,) = figure([record(UP, data__name="_my $x$ and $y"), record(UP)]).axes
     assert axes.get_title() == "\u200b" + r"_my \$x\$ and \$y, digits"  # a leading underscore would hide a label
-    label, _ = (text.get_text() for text in axes.get_legend().get_texts())
-    assert label == r"ft + bn [_my \$x\$ and \$y] (1 seed)"
+    assert legend(axes)[0] == r"ft + bn [_my \$x\$ and \$y] (1 seed)"
+
+
+def test_long_titles_are_broken_into_lines() -> None:
+    (axes,) = figure([record(UP, data__name="x" * 1000)]).axes
+    lines = axes.get_title().splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) < 70 and lines[-1].endswith("...")

@@ -5,26 +5,22 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from records import labels, record
 
-from tbbn.bench.config import resolve, to_dict
 from tbbn.bench.engine.forecast import TaskForecast
-from tbbn.bench.engine.record import Record
-from tbbn.bench.report.groups import grouped
-from tbbn.bench.report.tables import Table, accuracy_table, forecast_table, metrics_table, percent, summary_table
+from tbbn.bench.report.groups import blocks, groups
+from tbbn.bench.report.table import Table
+from tbbn.bench.report.tables import (
+    accuracy_table,
+    blocks_table,
+    forecast_table,
+    metrics_table,
+    percent,
+    summary_table,
+)
 from tbbn.errors import UserError
-
-
-def record(accuracy: list[list[float]], status: str = "finished", **settings: Any) -> Record:
-    layer = {"data.tasks": 2, **{key.replace("__", "."): value for key, value in settings.items()}}
-    n = len(accuracy)
-    made = Record(to_dict(resolve(("test", layer))), status=status, task_sizes=[2, 2], accuracy=accuracy)
-    made.task_il, made.exemplars, made.splits = accuracy, [8] * n, [1] * n
-    made.errors = [{"C->C": 1, "C->P": 2, "P->C": 3, "P->P": 4}] * n
-    return made
-
 
 A, B, C = [[1.0], [0.5, 0.9]], [[0.8], [0.7, 0.6]], [[0.9], [0.1, 0.2]]
 
@@ -48,8 +44,7 @@ def test_the_headline_metrics_of_one_run_by_hand() -> None:
 def test_f_is_the_best_past_accuracy_minus_the_final_one_and_f_text_the_largest_drop() -> None:
     # Task 1 has .6 when learnt, .8 after task 2, .7 at the end: .8 - .7 in F, .6 - .7 in F_text. Task 2: .9 - .5 in both.
     rows = [[0.6], [0.8, 0.9], [0.7, 0.5, 1.0]]
-    made = record(rows, data__tasks=3)
-    made.task_sizes = [2, 2, 2]
+    made = record(rows)
     (row,) = summary_table([made]).rows
     assert row[4:6] == ("16.7", "10.0")
 
@@ -74,14 +69,14 @@ def test_the_report_prints_every_formula_it_uses() -> None:
 
 def test_seeds_are_one_group_and_norms_are_not() -> None:
     records = [record(A, seed=0), record(A, seed=1, norm__name="tbbn"), record(B, seed=1)]
-    groups = grouped(records)
-    assert list(groups) == ["ft + bn", "ft + tbbn"]
-    assert [[r.run_config.seed for r in members] for members in groups.values()] == [[0, 1], [1]]
+    found = groups(records)
+    assert [group.label for group in found] == ["ft + bn", "ft + tbbn"]
+    assert [[seed for seed, _ in group.runs] for group in found] == [[0, 1], [1]]
 
 
 def test_runs_on_other_machines_are_one_group() -> None:
     records = [record(A, device="cpu", threads=2), record(B, seed=1, data__root="/data"), record(C, seed=2)]
-    assert list(grouped(records)) == ["ft + bn"]
+    assert labels(records) == ["ft + bn"]
 
 
 def test_a_repeated_run_counts_once() -> None:
@@ -95,13 +90,13 @@ def test_a_repeated_run_counts_once() -> None:
 
 def test_groups_with_one_label_show_the_settings_that_differ() -> None:
     records = [record(A, train__epochs=3), record(B, train__epochs=4), record(C, train__epochs=4, train__lr=0.5)]
-    assert list(grouped(records)) == [
+    assert labels(records) == [
         "ft + bn [train.epochs=3, train.lr=0.05]",
         "ft + bn [train.epochs=4, train.lr=0.05]",
         "ft + bn [train.epochs=4, train.lr=0.5]",
     ]
     other = record(A, data__name="synthetic")
-    assert list(grouped([record(A), other, record(A, norm__name="gn")])) == [
+    assert labels([record(A), other, record(A, norm__name="gn")]) == [
         "ft + bn [digits]",
         "ft + bn [synthetic]",
         "ft + gn [digits]",
@@ -219,7 +214,7 @@ def test_rows_of_several_data_sets_or_scenarios_name_them() -> None:
         record(A, norm__name="tbbn", data__name="synthetic"),
         record(A, norm__name="gn", data__online=True),
     ]
-    assert list(grouped(mixed)) == [
+    assert labels(mixed) == [
         "ft + bn [digits, data.online=False]",
         "ft + tbbn [synthetic, data.online=False]",
         "ft + gn [digits, data.online=True]",
@@ -228,15 +223,15 @@ def test_rows_of_several_data_sets_or_scenarios_name_them() -> None:
 
 def test_options_implied_by_online_learning_are_not_in_the_label() -> None:
     online = [record(A, data__online=True, method__name=name) for name in ("ft", "eeil", "podnet")]
-    assert list(grouped(online)) == ["ft + bn", "eeil + bn", "podnet + bn"]
+    assert labels(online) == ["ft + bn", "eeil + bn", "podnet + bn"]
     given = record(A, data__online=True, method__name="eeil", method__balanced_epochs=2)
-    assert list(grouped([*online[:2], given])) == ["ft + bn", "eeil + bn", "eeil(balanced_epochs=2) + bn"]
+    assert labels([*online[:2], given]) == ["ft + bn", "eeil + bn", "eeil(balanced_epochs=2) + bn"]
     both = [online[1], record(A, method__name="eeil")]
-    assert list(grouped(both)) == ["eeil + bn [data.online=True]", "eeil + bn [data.online=False]"]
+    assert labels(both) == ["eeil + bn [data.online=True]", "eeil + bn [data.online=False]"]
 
 
 def test_streaming_and_saving_settings_make_no_group() -> None:
-    assert list(grouped([record(A), record(B, seed=1, data__stream="yes", save__tasks="none")])) == ["ft + bn"]
+    assert labels([record(A), record(B, seed=1, data__stream="yes", save__tasks="none")]) == ["ft + bn"]
 
 
 def test_the_forecast_has_a_row_per_task() -> None:
@@ -250,3 +245,64 @@ def test_the_forecast_has_a_row_per_task() -> None:
         ("1", "4", "200", "0", "64+0", "1", "4", "40"),
         ("2", "2", "100", "20", "48+16", "2", "3", "30"),
     )
+
+
+def test_metrics_stand_in_the_order_asked_for() -> None:
+    table = summary_table([record(A)], ("learning_accuracy", "forgetting_past", "final_accuracy"))
+    assert table.header == ("method + norm", "seeds", "A_l %", "FM %", "A_f %")
+    # FM is over the past tasks alone: (1 - .5) / 1, twice the F of two tasks.
+    assert table.rows == (("ft + bn", "1", "95.0", "50.0", "70.0"),)
+    assert table.notes[1] == "FM = (1/(T-1)) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])"
+
+
+def test_class_weighted_accuracy_is_shown_where_tasks_differ_in_size() -> None:
+    table = summary_table([record(A, sizes=[3, 1])])
+    assert table.header[-2:] == ("A_f^w %", "A_a^w %")
+    assert table.rows[0][-2:] == ("60.0", "80.0")  # (3 * .5 + .9) / 4, and (1 + .6) / 2
+
+
+def test_a_block_is_a_method_and_its_best_norm_is_bold() -> None:
+    records = [
+        record(A),
+        record(B, norm__name="tbbn"),
+        record(B, method__name="lucir"),
+        record(B, method__name="lucir", norm__name="tbbn"),
+        record(C, method__name="lucir", norm__name="gn"),
+        record(A, method__name="er"),
+    ]
+    table = blocks_table(records, ("final_accuracy", "forgetting_history"))
+    assert table.header == ("method", "norm", "seeds", "A_f %", "F %")
+    assert table.rows == (
+        ("ft", "bn", "1", "70.0", "25.0"),
+        ("", "tbbn", "1", "65.0", "5.0"),
+        ("lucir", "bn", "1", "65.0", "5.0"),
+        ("", "tbbn", "1", "65.0", "5.0"),
+        ("", "gn", "1", "15.0", "40.0"),
+        ("er", "bn", "1", "70.0", "25.0"),
+    )
+    assert table.blocks == (0, 2, 5)
+    # The lowest F is the best, equal means are best together, and a block of one row has no best.
+    assert table.bold == {(0, 3), (1, 4), (2, 3), (2, 4), (3, 3), (3, 4)}
+
+
+def test_blocks_with_other_settings_have_a_column_for_them() -> None:
+    records = [record(A, train__epochs=3), record(B, train__epochs=4), record(C, train__epochs=4, norm__name="gn")]
+    table = blocks_table(records, ("final_accuracy",))
+    assert table.header == ("method", "settings", "norm", "seeds", "A_f %")
+    assert [row[:3] for row in table.rows] == [
+        ("ft", "train.epochs=3", "bn"),
+        ("ft", "train.epochs=4", "bn"),
+        ("", "", "gn"),
+    ]
+    assert table.bold == {(1, 4)}
+
+
+def test_protocol_and_kept_epoch_are_in_every_label_where_they_differ() -> None:
+    paper = record(A, protocol="paper", method__name="er", train__keep="best", data__validation=0.1)
+    runs = [record(A, protocol="clean"), paper, record(A, protocol="clean", seed=1)]
+    assert labels(runs) == ["ft + bn [clean, train.keep=last]", "er + bn [paper, train.keep=best]"]
+    assert [len(block) for block in blocks(groups(runs))] == [1, 1]
+
+
+def test_tex_is_understood() -> None:
+    assert TABLE.render("tex") == TABLE.render("latex")

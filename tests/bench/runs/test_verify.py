@@ -78,8 +78,16 @@ def test_a_forged_accuracy_is_found(done: Path) -> None:
 
 def test_forged_metrics_are_found(done: Path) -> None:
     metrics = json.loads((done / "record.json").read_text())["metrics"]
-    rewritten(done, metrics={**metrics, "final_accuracy": 0.99})
-    assert set(problems(done)) == {"metrics"}
+    for forged in ({**metrics, "final_accuracy": 0.99}, {**metrics, "more": 0.5}, {}, [], 1):
+        rewritten(done, metrics=forged)
+        assert set(problems(done)) == {"metrics"}
+
+
+def test_a_record_may_lack_a_metric_that_its_version_did_not_have(done: Path) -> None:
+    metrics = json.loads((done / "record.json").read_text())["metrics"]
+    del metrics["forgetting_past"]
+    rewritten(done, metrics=metrics)
+    assert problems(done) == {}
 
 
 def test_an_edited_record_is_found_and_the_wrong_value_named(done: Path) -> None:

@@ -14,6 +14,7 @@ PACKAGES = {  # the name of the distribution, by the name it is imported by
     "filelock": "filelock",
     "matplotlib": "matplotlib",
     "sklearn": "scikit-learn",
+    "jinja2": "jinja2",
     "tomli_w": "tomli-w",
 }
 WITHOUT = ("list", "show", "report", "doctor")  # commands that need torch alone

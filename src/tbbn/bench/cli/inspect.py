@@ -1,14 +1,13 @@
-"""``tbbn list``, ``show``, ``report`` and ``doctor``: commands that only read."""
+"""``tbbn list``, ``show`` and ``doctor``: commands that only read."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
-import sys
 
 from tbbn.bench.cli.catalogue import LISTS, doctor, lines
-from tbbn.bench.cli.common import Command, run_folders
+from tbbn.bench.cli.common import Command
 from tbbn.errors import printable, unknown_name
 
 
@@ -19,14 +18,8 @@ def add(command: Command) -> None:
     line = "Show one run: its accuracy matrix and every metric."
     show = command("show", _show, line, "tbbn show runs/demo/ft-tbbn-0")
     show.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/demo/ft-tbbn-0")
-    show.add_argument("--format", default="text", help="text, md, csv or latex")
+    show.add_argument("--format", default="text", help="text, md, csv or tex")
     show.add_argument("--json", action="store_true", help="print the whole record as JSON")
-    line = "Show many runs as one table: mean ± std over seeds."
-    report = command("report", _report, line, "tbbn report runs/demo --format md")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
-    report.add_argument("--format", default="text", help="text, md, csv or latex")
-    report.add_argument("--plot", metavar="FILE.png", help="also draw the accuracy curves")
-    report.add_argument("--json", action="store_true", help="print the metrics of every run as JSON")
     line = "Show versions, device, available data sets and free disk space."
     health = command("doctor", _doctor, line, "tbbn doctor --root data")
     health.add_argument("--root", default="data", help="folder of the data sets (default: data)")
@@ -66,30 +59,6 @@ def _show(args: argparse.Namespace) -> int:
         print(accuracy_table(record).render(args.format))
         print()
         print(metrics_table(record).render(args.format))
-    return 0
-
-
-def _report(args: argparse.Namespace) -> int:
-    from tbbn.bench.report.plots import accuracy_curves
-    from tbbn.bench.report.tables import summary_table
-    from tbbn.bench.runs.record import load_record
-
-    folders = run_folders(args.runs)
-    records = [load_record(folder) for folder in folders]
-    if args.json:
-        entries = [
-            {"directory": str(f), "label": r.run_config.label, "seed": r.run_config.seed, "status": r.status}
-            | {"metrics": r.metrics}
-            for f, r in zip(folders, records, strict=True)
-        ]
-        text = json.dumps(entries, indent=1)
-    else:
-        text = summary_table(records).render(args.format)
-    # Before anything is printed: if the picture cannot be written, the command fails, and then it prints no results.
-    picture = accuracy_curves(records, args.plot) if args.plot else None
-    print(text)
-    if picture is not None:
-        print(f"accuracy curves: {picture}", file=sys.stderr)
     return 0
 
 

@@ -133,14 +133,13 @@ def _announce(table: PaperTable, runs: list[PendingRun], folder: Path, *, measur
 def _show(
     args: argparse.Namespace, table: PaperTable, records: list[Record], folder: Path, given: dict[str, Any]
 ) -> None:
-    from tbbn.paper.figures import accuracy_by_method, error_types
+    from tbbn.paper.figures import draw
     from tbbn.paper.published import compare
 
     stamp = f"SCALE {args.scale:g}: a fraction of the epochs; not the paper's experiment. " if args.scale != 1 else ""
     if args.name in FIGURES:
         folder.mkdir(parents=True, exist_ok=True)
-        draw = {"fig-curves": accuracy_by_method, "fig-errors": error_types}[args.name]
-        print(stamp + printable(str(draw(records, folder / f"{args.name}.png", title=stamp))))
+        print(stamp + printable(str(draw(args.name, records, folder / f"{args.name}.png", title=stamp))))
         return
     print(f"{stamp}{table.title}\n")
     print(compare(table, records, given).render(args.format) + "\n")

@@ -77,7 +77,7 @@ def _numbers(text: str) -> list[int]:
 
 def speed_tables(found: dict[str, Any]) -> str:
     """The tables as text."""
-    from tbbn.bench.report.tables import Table
+    from tbbn.bench.report.table import Table
 
     parts = ["\n".join(f"{key.ljust(20)}{value}" for key, value in found["machine"].items())]
     titles = {

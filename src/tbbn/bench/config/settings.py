@@ -227,10 +227,15 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """What tables and curves call the run. Leaves out options that other settings imply, as ``data.online`` does."""
+        """What tables and curves call the run."""
+        return " + ".join(self.names)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Method and norm with their options, without those that other settings imply, as ``data.online`` does."""
         names = self.norm.name, self.method.name
         values = implied(self.protocol, self.data.name, *names, self.quirks, self.data.online, self.train.optimizer)
-        return " + ".join(chosen.differing(**inside(values, chosen.kind)) for chosen in (self.method, self.norm))
+        return self.method.differing(**inside(values, "method")), self.norm.differing(**inside(values, "norm"))
 
 
 SECTIONS: dict[str, type] = {

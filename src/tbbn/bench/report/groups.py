@@ -3,65 +3,120 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from tbbn.bench.config import RunConfig, SaveConfig, flatten, to_dict
+from tbbn.bench.config import NormChoice, RunConfig, SaveConfig, flatten, to_dict
 from tbbn.bench.engine.record import Record
 
+# Of the settings that distinguish two groups, a label shows these first: they say most.
+_TELLING = ("data.name", "protocol", "train.keep", "train.epochs", "backbone")
+# Settings that say where a run was made and what it left, not what it did.
+WHERE = ("device", "threads", "data.root", "data.download", "data.stream", "save.tasks")
+Seed = tuple[int, int]  # the run's, and that of the class order
 
-def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records that differ only in their seeds, under a label that identifies the group; in order of appearance.
 
-    Runs with equal config and seed count once.
-    """
-    runs: dict[tuple[RunConfig, int, int], Record] = {}
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in their seeds."""
+
+    config: RunConfig  # without seeds, and without settings that say where it ran, not what it did
+    detail: str  # settings that distinguish the group from others with its method and norm
+    runs: dict[Seed, Record]
+
+    @property
+    def method(self) -> str:
+        return self.config.names[0]
+
+    @property
+    def norm(self) -> str:
+        return self.config.names[1]
+
+    @property
+    def label(self) -> str:
+        return f"{self.config.label} [{self.detail}]" if self.detail else self.config.label
+
+    @property
+    def setup(self) -> str:
+        """The label without the norm."""
+        return f"{self.method} [{self.detail}]" if self.detail else self.method
+
+    @property
+    def records(self) -> list[Record]:
+        return list(self.runs.values())
+
+    @property
+    def finished(self) -> list[Record]:
+        return [record for record in self.records if record.status == "finished"]
+
+    @property
+    def drawn(self) -> list[Record]:
+        """The runs that a curve is made of. An unfinished run would cut the curve of its group short."""
+        return [record for record in self.finished or self.records if record.accuracy]
+
+    @property
+    def apart_from_norm(self) -> RunConfig:
+        """What groups have in common that differ in their norm alone."""
+        return replace(self.config, norm=NormChoice(""))
+
+
+def groups(records: Sequence[Record]) -> list[Group]:
+    """The groups of these records, in order of appearance. Runs with equal config and seed count once."""
+    found: dict[RunConfig, dict[Seed, Record]] = {}
     for record in records:
         config = record.run_config
-        key = _without_seed(config), config.seed, config.data.class_order_seed
-        if key not in runs or runs[key].status != "finished":
-            runs[key] = record
-    groups: dict[RunConfig, list[Record]] = {}
-    for (config, *_), record in runs.items():
-        groups.setdefault(config, []).append(record)
+        runs = found.setdefault(_without_seed(config), {})
+        seed = config.seed, config.data.class_order_seed
+        if seed not in runs or runs[seed].status != "finished":
+            runs[seed] = record
     alike: dict[str, list[RunConfig]] = {}
-    for config in groups:
+    for config in found:
         alike.setdefault(config.label, []).append(config)
-    always = _scenario_settings(list(groups))
-    names = {config: name for configs in alike.values() for config, name in _labels(configs, always).items()}
-    return {names[config]: members for config, members in groups.items()}
+    always = _scenario_settings(list(found))
+    details = {config: text for configs in alike.values() for config, text in _details(configs, always).items()}
+    return [Group(config, details[config], runs) for config, runs in found.items()]
+
+
+def blocks(found: Sequence[Group]) -> list[list[Group]]:
+    """Groups that differ in their norm alone, together; in order of appearance."""
+    together: dict[RunConfig, list[Group]] = {}
+    for group in found:
+        together.setdefault(group.apart_from_norm, []).append(group)
+    return list(together.values())
 
 
 def _without_seed(config: RunConfig) -> RunConfig:
-    """The config without seeds, and without settings that say where it ran, not what it did."""
     data = replace(config.data, class_order_seed=-1, root="", download=True, stream="auto")
     return replace(config, seed=0, device="", threads=0, data=data, save=SaveConfig())
 
 
 def _scenario_settings(configs: Sequence[RunConfig]) -> list[str]:
-    """Settings that every label must show: the data set and the scenario, where they are not the same for all."""
+    """Settings that every label must show where they are not the same for all: data set, scenario, protocol, epoch kept."""
     names = dict.fromkeys(config.data.name for config in configs)
     chosen = ["data.name"] if len(names) > 1 else []
-    for key in ("tasks", "base_classes", "stop_after", "online"):
-        if any(len({getattr(c.data, key) for c in configs if c.data.name == name}) > 1 for name in names):
-            chosen.append(f"data.{key}")
+    trees = [flatten(to_dict(config)) for config in configs]
+    for key in ("data.tasks", "data.base_classes", "data.stop_after", "data.online", "protocol", "train.keep"):
+        if any(len({tree[key] for tree in trees if tree["data.name"] == name}) > 1 for name in names):
+            chosen.append(key)
     return chosen
 
 
-def _labels(configs: Sequence[RunConfig], always: Sequence[str]) -> dict[RunConfig, str]:
-    """A distinct label for each of these configs, whose own labels are equal: the label, the settings in ``always``, and
-    as few others as distinguish them."""
+def _details(configs: Sequence[RunConfig], always: Sequence[str]) -> dict[RunConfig, str]:
+    """What distinguishes these configs, whose labels are equal: the settings in ``always``, and as few others as do it."""
     trees = [flatten(to_dict(config)) for config in configs]
-    keys = sorted({key for tree in trees for key in tree}, key=lambda k: (k != "data.name", k))
+    keys = sorted({key for tree in trees for key in tree}, key=_by_telling)
     chosen = list(always)
     seen = [tuple(str(tree.get(key)) for key in always) for tree in trees]
     for key in keys:
         longer = [(*known, str(tree.get(key))) for known, tree in zip(seen, trees, strict=True)]
         if len(set(longer)) > len(set(seen)):
             chosen, seen = [*chosen, key], longer
-    names = {}
-    for config, values in zip(configs, seen, strict=True):
-        inside = ", ".join(
-            value if key == "data.name" else f"{key}={value}" for key, value in zip(chosen, values, strict=True)
+    return {
+        config: ", ".join(
+            v if k in ("data.name", "protocol") else f"{k}={v}" for k, v in zip(chosen, values, strict=True)
         )
-        names[config] = f"{config.label} [{inside}]" if inside else config.label
-    return names
+        for config, values in zip(configs, seen, strict=True)
+    }
+
+
+def _by_telling(key: str) -> tuple[int, str]:
+    return _TELLING.index(key) if key in _TELLING else len(_TELLING), key

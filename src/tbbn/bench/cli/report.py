@@ -1,0 +1,97 @@
+"""``tbbn report``: many runs as a table, a figure or a page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tbbn.bench.cli.common import Command, run_folders
+from tbbn.errors import UserError, printable, unknown_name
+
+if TYPE_CHECKING:
+    from tbbn.bench.report.page import Runs, Section
+
+FORMATS = ("text", "md", "csv", "tex", "latex", "json")
+
+
+def add(command: Command) -> None:
+    line = "Show many runs: a table of mean ± std over seeds, figures, or one HTML page with everything."
+    made = command("report", _report, line, "tbbn report runs/demo --html demo.html")
+    made.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
+    made.add_argument(
+        "--metrics", metavar="NAMES", help="columns in this order, such as A_f,A_a,FM (default: the usual)"
+    )
+    made.add_argument(
+        "--format",
+        default="text",
+        help="text, md or tex: a row for each group of seeds; csv or json: every run in full",
+    )
+    made.add_argument("--json", action="store_true", help="the same as --format json")
+    made.add_argument("--plot", metavar="FILE.png", help="also draw a figure; .svg, .pdf and others work too")
+    made.add_argument("--kind", default="accuracy", help="figure to draw: accuracy, forgetting, gain, matrix or errors")
+    made.add_argument("--html", metavar="FILE.html", help="also write a page with all tables and figures")
+    made.add_argument(
+        "--files", metavar="FOLDER", help="also write every figure as SVG and PNG, every table as LaTeX and CSV"
+    )
+
+
+def _report(args: argparse.Namespace) -> int:
+    from tbbn.bench.report.columns import parse_metrics
+    from tbbn.bench.report.export import runs_csv, runs_json
+    from tbbn.bench.report.tables import blocks_table, summary_table
+    from tbbn.bench.runs.record import load_record
+
+    form = "json" if args.json else args.format
+    if form not in FORMATS:
+        raise unknown_name("format", form, FORMATS)
+    metrics = parse_metrics(args.metrics) if args.metrics is not None else ()
+    runs = {folder: load_record(folder) for folder in run_folders(args.runs)}
+    records = list(runs.values())
+    if form in ("csv", "json"):
+        text = (runs_csv if form == "csv" else runs_json)(runs, metrics)
+    else:
+        text = (blocks_table if form in ("tex", "latex") else summary_table)(records, metrics).render(form)
+    # Before anything is printed: if a file cannot be written, the command fails, and then it prints no results.
+    written = _write(args, runs, metrics)
+    print(text)
+    for line in written:
+        print(printable(line), file=sys.stderr)
+    return 0
+
+
+def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list[str]:
+    """Write the figure, the page and the files that were asked for; a line about each."""
+    lines = []
+    if args.plot:
+        from tbbn.bench.report.figures import save_figure
+        from tbbn.bench.report.plots import figure
+
+        lines.append(f"figure: {save_figure(figure(list(runs.values()), args.kind), args.plot)}")
+    if args.html or args.files:
+        from tbbn.bench.report.page import html, sections, write_files
+
+        shown = sections(runs, metrics, [_paper(runs)])
+        if args.html:
+            from tbbn.bench.files import write_atomic
+
+            path = Path(args.html)
+            if path.suffix.lower() not in (".html", ".htm"):
+                raise UserError(f"--html takes a file that ends in .html, got {args.html!r:.200}.")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, html(shown, runs).encode())
+            lines.append(f"page: {path}")
+        if args.files:
+            lines.append(f"{len(write_files(shown, Path(args.files)))} figures and tables: {args.files}")
+    return lines
+
+
+def _paper(runs: Runs) -> Section:
+    """The tables of the paper of which there are rows among these runs."""
+    from tbbn.bench.report.page import Section
+    from tbbn.paper.published import beside
+
+    line = "Rows of the paper that these runs repeat: its numbers, ours, and the difference."
+    return Section("paper", "Beside the paper", line, tuple(beside(list(runs.values()))))

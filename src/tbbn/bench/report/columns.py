@@ -1,0 +1,58 @@
+"""The metrics of a table: their short names, which of them are shown, and which way is better."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from tbbn.bench.engine.record import Record
+from tbbn.bench.metrics import FORMULAS
+from tbbn.errors import UserError, unknown_name
+
+SHORT = {
+    "final_accuracy": "A_f",
+    "average_accuracy": "A_a",
+    "forgetting_history": "F",  # as the paper's code computes it, and its tables have it
+    "forgetting": "F_text",  # the formula of the paper's text
+    "learning_accuracy": "A_l",
+    "forgetting_past": "FM",
+    "backward_transfer": "BWT",
+    "weighted_final_accuracy": "A_f^w",
+    "weighted_average_accuracy": "A_a^w",
+    "task_il_final_accuracy": "A_f task-IL",
+    "task_il_average_accuracy": "A_a task-IL",
+}
+HEADLINE = ("final_accuracy", "average_accuracy", "forgetting_history", "forgetting", "learning_accuracy")
+WEIGHTED = ("weighted_final_accuracy", "weighted_average_accuracy")
+# A metric at the beginning of a column's title: its letter, what stands below the line and what above.
+METRIC = re.compile(r"(A|F)(?:_([a-z]+))?(?:\^([a-z]))?(?=$| )")
+LOWER_IS_BETTER = ("forgetting_history", "forgetting", "forgetting_past")
+
+
+def default_metrics(records: Iterable[Record]) -> tuple[str, ...]:
+    """The headline metrics. Where a task has more classes than another, the class-weighted accuracies too."""
+    uneven = any(len(set(record.task_sizes)) > 1 for record in records)
+    return HEADLINE + (WEIGHTED if uneven else ())
+
+
+def parse_metrics(text: str) -> tuple[str, ...]:
+    """The metrics in a comma-separated list of short or long names, in its order.
+
+    >>> parse_metrics("A_f,FM,learning_accuracy")
+    ('final_accuracy', 'forgetting_past', 'learning_accuracy')
+    """
+    long = {short: name for name, short in SHORT.items()}
+    chosen = []
+    for word in (word.strip() for word in text.split(",")):
+        name = long.get(word, word)
+        if name not in SHORT:
+            raise unknown_name("metric", word, [*long, *SHORT])
+        chosen.append(name)
+    if len(set(chosen)) < len(chosen):
+        raise UserError(f"--metrics: each metric once, got {text!r:.60}.")
+    return tuple(chosen)
+
+
+def formulas(metrics: Sequence[str]) -> list[str]:
+    """A line for each metric: its short name and its formula."""
+    return [f"{SHORT[m]}: {FORMULAS[m]}" if " = " not in FORMULAS[m] else FORMULAS[m] for m in metrics]

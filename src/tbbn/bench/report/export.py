@@ -1,0 +1,59 @@
+"""Runs for programs: every number of every run in full precision, as JSON or CSV."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tbbn.bench.engine.record import Record
+from tbbn.bench.report.columns import SHORT
+from tbbn.bench.report.table import csv_text
+
+Runs = Mapping[Path, Record]  # by folder
+
+
+def runs_json(runs: Runs, metrics: Sequence[str] = ()) -> str:
+    """A list with an object for each run; ``accuracy`` and ``task_il`` are matrices of fractions."""
+    entries = [
+        {
+            **_names(folder, record),
+            "metrics": _metrics(record, metrics),
+            "task_sizes": record.task_sizes,
+            "accuracy": record.accuracy,
+            "task_il": record.task_il,
+            "errors": record.errors,
+            "seconds": record.seconds,
+        }
+        for folder, record in runs.items()
+    ]
+    return json.dumps(entries, indent=1)
+
+
+def runs_csv(runs: Runs, metrics: Sequence[str] = ()) -> str:
+    """A row for each run: its names, metrics, seconds, and the accuracy matrix in columns a[t,i], tasks from 1."""
+    tasks = max((len(record.accuracy) for record in runs.values()), default=0)
+    places = [(t, i) for t in range(tasks) for i in range(t + 1)]
+    metrics = metrics or tuple(SHORT)
+    rows = []
+    for folder, record in runs.items():
+        names, values = _names(folder, record), _metrics(record, metrics)
+        matrix = [record.accuracy[t][i] if t < len(record.accuracy) else "" for t, i in places]
+        rows.append([*names.values(), *(values.get(m, "") for m in metrics), record.seconds, *matrix])
+    header = ["directory", "label", "method", "norm", "data", "seed", "status", *metrics, "seconds"]
+    header += [f"a[{t + 1},{i + 1}]" for t, i in places]
+    return csv_text([[str(cell) for cell in row] for row in (header, *rows)])
+
+
+def _names(folder: Path, record: Record) -> dict[str, Any]:
+    config = record.run_config
+    method, norm = config.names
+    names = {"directory": str(folder), "label": config.label, "method": method, "norm": norm, "data": config.data.name}
+    return {**names, "seed": config.seed, "status": record.status}
+
+
+def _metrics(record: Record, chosen: Sequence[str]) -> dict[str, float]:
+    """The metrics chosen, in that order; all of them where none is."""
+    found = record.metrics
+    return {m: found[m] for m in chosen if m in found} if chosen else found

@@ -1,0 +1,132 @@
+"""What all figures share: how they are made, composed of panels and saved, and how curves look."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tbbn.bench.files import write_atomic
+from tbbn.bench.report.groups import Group
+from tbbn.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's, which colour-blind readers can tell apart; grey and brown for their black and yellow, so that all can be
+# seen on white and on black.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#A6611A")
+LINES: tuple[Any, ...] = (
+    "-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 3)), (0, (8, 2, 3, 2)),
+)  # fmt: skip
+MARKERS = "os^Dv<>p"
+_COLUMNS = 3
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of a figure."""
+
+    title: str
+    draw: Callable[[Any], None]  # draws into matplotlib axes
+    width: float = 3.6  # in inches
+    height: float = 2.7
+
+    def figure(self) -> Figure:
+        return figure_of([self])
+
+
+def matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("plots need matplotlib; pip install 'tbbn[bench]'.") from None
+    return matplotlib
+
+
+def new_figure(width: float, height: float) -> Figure:
+    matplotlib()
+    from matplotlib.figure import Figure
+
+    class NotebookFigure(Figure):
+        """A figure that notebooks show without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = BytesIO()
+            self.savefig(buffer, format="png", dpi=100)
+            return buffer.getvalue()
+
+    return NotebookFigure(figsize=(width, height), layout="constrained")
+
+
+def figure_of(panels: Sequence[Panel], title: str = "") -> Figure:
+    """The panels side by side in one figure, three to a row."""
+    columns = min(_COLUMNS, len(panels)) or 1
+    lines = -(-len(panels) // columns) or 1
+    width = max((panel.width for panel in panels), default=4.4)
+    heights = [max(panel.height for panel in panels[i : i + columns]) for i in range(0, len(panels), columns)]
+    figure = new_figure(width * columns, sum(heights) or 3.2)
+    grid = figure.subplots(lines, columns, squeeze=False, height_ratios=heights or None).flatten()
+    for axes, panel in zip(grid, panels, strict=False):
+        panel.draw(axes)
+        axes.set_title(wrapped(panel.title, round(13 * panel.width)), fontsize=9)
+    for axes in grid[len(panels) :]:
+        axes.axis("off")
+    if not panels:
+        grid[0].text(0.5, 0.5, "nothing to draw", ha="center")
+    if title:
+        figure.suptitle(literal(title), fontsize=10)
+    return figure
+
+
+def save_figure(figure: Figure, path: str | Path) -> Path:
+    """Write a figure to a file of the format its name says."""
+    path = Path(path)
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        formats = ", ".join(f".{suffix}" for suffix in sorted(known))
+        raise UserError(f"{path}: the picture must end in {formats}, got {path.suffix or 'no suffix'!r}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # characters missing from the font are drawn as boxes
+        figure.savefig(picture, format=path.suffix.lstrip(".").lower(), dpi=200)
+    write_atomic(path, picture.getvalue())
+    return path
+
+
+def literal(text: str) -> str:
+    """Text that matplotlib draws as it is: no formula at a dollar sign, no hidden label at a leading underscore."""
+    return "\u200b" * text.startswith("_") + printable(text).replace("$", r"\$")
+
+
+def wrapped(text: str, width: int) -> str:
+    """Text on at most three lines of this many characters, as :func:`literal` has it."""
+    lines = textwrap.wrap(text, width, max_lines=3, placeholder=" ...", break_on_hyphens=False)
+    return "\n".join(map(literal, lines))
+
+
+class Look:
+    """How the curve of a group looks: its colour is its method, its line its norm, its marker its other settings."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._methods = list(dict.fromkeys(group.method for group in groups))
+        self._norms = list(dict.fromkeys(group.norm for group in groups))
+        self._details = list(dict.fromkeys(group.detail for group in groups))
+
+    def of(self, group: Group) -> dict[str, Any]:
+        """Options of ``axes.plot``."""
+        method, norm = self._methods.index(group.method), self._norms.index(group.norm)
+        # Beyond the last line style they repeat, with other markers.
+        marker = self._details.index(group.detail) + norm // len(LINES)
+        return {
+            "color": COLOURS[method % len(COLOURS)],
+            "linestyle": LINES[norm % len(LINES)],
+            "marker": MARKERS[marker % len(MARKERS)],
+            "markersize": 3.5,
+            "linewidth": 1.5,
+        }

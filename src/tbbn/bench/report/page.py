@@ -1,0 +1,148 @@
+"""Many runs as one HTML page that needs nothing beside it: no network, no script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tbbn
+from tbbn.bench.engine.record import Record
+from tbbn.bench.files import write_atomic
+from tbbn.bench.report.columns import METRIC, default_metrics
+from tbbn.bench.report.cost import cost_table, duration
+from tbbn.bench.report.curves import accuracy_panels, forgetting_panels, gain_panels
+from tbbn.bench.report.errors import errors_panels, errors_table
+from tbbn.bench.report.figures import Panel, figure_of, save_figure
+from tbbn.bench.report.groups import Group, groups
+from tbbn.bench.report.matrices import matrix_panels
+from tbbn.bench.report.pairs import pairs, pairs_table
+from tbbn.bench.report.settings import common_table, differences_table, environment_table
+from tbbn.bench.report.svg import inline_svg
+from tbbn.bench.report.table import Table
+from tbbn.bench.report.tables import blocks_table
+from tbbn.errors import UserError, printable
+
+Runs = Mapping[Path, Record]  # by folder
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: a line about it, tables, and figures of one or more panels."""
+
+    name: str  # of its files and links
+    title: str
+    line: str = ""
+    tables: tuple[Table, ...] = ()
+    panels: tuple[Panel, ...] = ()
+    folded: tuple[Table, ...] = ()  # tables that the reader unfolds
+
+    @property
+    def all_tables(self) -> list[Table]:
+        return [table for table in (*self.tables, *self.folded) if table.rows]
+
+
+def sections(runs: Runs, metrics: Sequence[str] = (), after_results: Sequence[Section] = ()) -> list[Section]:
+    """What a page shows of these runs, without what is empty. ``after_results`` come after the table of results."""
+    records = list(runs.values())
+    metrics = metrics or default_metrics(records)
+    found = groups(records)
+    paired = pairs(found)
+    deviation = "A band shows ± one standard deviation over seeds."
+    made = [
+        Section("results", "Results", "", (blocks_table(records, metrics),)),
+        *after_results,
+        Section(
+            "accuracy", "Accuracy after each task",
+            f"Mean accuracy over the tasks seen so far. Colour is the method, line the norm. {deviation}",
+            panels=tuple(accuracy_panels(found)),
+        ),
+        Section(
+            "gain", "Differences on the same seeds",
+            "What a norm gains over another in mean accuracy after each task. A band shows ± one standard error.",
+            (pairs_table(paired, metrics),), tuple(gain_panels(paired)),
+        ),
+        Section(
+            "forgetting", "Forgetting", f"F of the tasks learnt so far. {deviation}",
+            panels=tuple(forgetting_panels(found)),
+        ),
+        Section(
+            "matrix", "Accuracy matrices", "Accuracy on each task after each task, mean over seeds.",
+            panels=tuple(matrix_panels(found)),
+        ),
+        Section(
+            "errors", "Error types", "Wrong predictions after the last task, from the true to the predicted class.",
+            (errors_table(found),), tuple(errors_panels(found)),
+        ),
+        Section("cost", "Cost", "", (cost_table(found),)),
+        Section("settings", "Settings", "", (differences_table(found),), folded=(common_table(found),)),
+        Section("environment", "Environment", "", (environment_table(records),)),
+        Section("runs", "Runs", "", (_runs_table(runs),)),
+    ]  # fmt: skip
+    return [section for section in made if section.panels or section.all_tables]
+
+
+def _runs_table(runs: Runs) -> Table:
+    rows = []
+    for folder, record in runs.items():
+        config = record.run_config
+        ended = f"{record.status}: {record.message}" if record.message else record.status
+        rows.append((str(folder), config.label, str(config.seed), ended, duration(record.seconds)))
+    return Table(("folder", "method + norm", "seed", "status", "time"), tuple(rows), align="llrlr", caption="All runs.")
+
+
+def html(shown: Sequence[Section], runs: Runs) -> str:
+    """The page. Everything from a record is escaped."""
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError:
+        raise UserError("tbbn report --html needs jinja2; pip install 'tbbn[bench]'.") from None
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("tbbn.bench.report"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["metric"] = _metric
+    pictures = {
+        section.name: [Markup(inline_svg(panel, f"{section.name}{i}")) for i, panel in enumerate(section.panels)]
+        for section in shown
+    }
+    found = groups(list(runs.values()))
+    return environment.get_template("page.html").render(
+        title=printable(_title(found)), sections=shown, pictures=pictures, runs=len(runs), version=tbbn.__version__
+    )
+
+
+def _metric(title: str) -> str:
+    """The title of a column; a metric that begins it has its index below the line."""
+    from markupsafe import Markup, escape
+
+    match = METRIC.match(title)
+    if match is None:
+        return escape(title)
+    letter, below, above = match.groups()
+    signs = [Markup("<sub>{}</sub>").format(below)] if below else []
+    signs += [Markup("<sup>{}</sup>").format(above)] if above else []
+    return Markup("").join([letter, *signs, title[match.end() :]])
+
+
+def _title(found: Sequence[Group]) -> str:
+    return ", ".join(dict.fromkeys(group.config.data.name for group in found))
+
+
+def write_files(shown: Sequence[Section], folder: Path) -> list[Path]:
+    """Every figure as SVG and PNG, every table as LaTeX and CSV."""
+    written = []
+    for section in shown:
+        if section.panels:
+            figure = figure_of(section.panels)
+            written += [save_figure(figure, folder / f"{section.name}.{suffix}") for suffix in ("svg", "png")]
+        for i, table in enumerate(section.all_tables):
+            stem = folder / (f"{section.name}-{i + 1}" if i else section.name)
+            for suffix in ("tex", "csv"):
+                stem.parent.mkdir(parents=True, exist_ok=True)
+                path = stem.with_name(f"{stem.name}.{suffix}")
+                write_atomic(path, (table.render(suffix) + "\n").encode())
+                written.append(path)
+    return written

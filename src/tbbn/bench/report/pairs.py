@@ -1,0 +1,71 @@
+"""Two norms on the same seeds: what one gains over the other, with its standard error."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from tbbn.bench.engine.record import Record
+from tbbn.bench.metrics import Matrix
+from tbbn.bench.report.columns import SHORT
+from tbbn.bench.report.groups import Group, Seed, blocks
+from tbbn.bench.report.table import Table
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two groups that differ in their norm alone, and the seeds that both have finished."""
+
+    base: Group
+    other: Group
+    seeds: tuple[Seed, ...]
+
+    @property
+    def runs(self) -> list[tuple[Record, Record]]:
+        return [(self.base.runs[seed], self.other.runs[seed]) for seed in self.seeds]
+
+    def differences(self, numbers: Callable[[Matrix], Sequence[float]]) -> list[list[float]]:
+        """For each number of a run, the differences over the seeds."""
+        rows = [
+            [b - a for a, b in zip(numbers(base.accuracy), numbers(other.accuracy), strict=True)]
+            for base, other in self.runs
+        ]
+        return [list(column) for column in zip(*rows, strict=True)]
+
+
+def pairs(groups: Sequence[Group]) -> list[Pair]:
+    """Every norm against batch norm, or where that is missing against the first norm of its block."""
+    found = []
+    for block in blocks(groups):
+        base = next((group for group in block if group.norm == "bn"), block[0])
+        for other in block:
+            both = [seed for seed in base.runs if seed in other.runs] if other is not base else []
+            seeds = tuple(s for s in both if base.runs[s].status == other.runs[s].status == "finished")
+            if seeds:
+                found.append(Pair(base, other, seeds))
+    return found
+
+
+def pairs_table(found: Sequence[Pair], metrics: Sequence[str]) -> Table:
+    """A row for each pair: the mean difference of each metric, with its standard error in brackets."""
+    rows = []
+    for pair in found:
+        cells = []
+        for metric in metrics:
+            gains = [100 * (other.metrics[metric] - base.metrics[metric]) for base, other in pair.runs]
+            cells.append(difference(gains))
+        rows.append((pair.other.label, pair.base.norm, str(len(pair.seeds)), *cells))
+    header = ("method + norm", "over", "seeds", *(SHORT[m] for m in metrics))
+    caption = "Mean difference on the same seeds, in points (standard error in brackets)."
+    return Table(header, tuple(rows), align="ll" + "r" * (len(header) - 2), caption=caption)
+
+
+def difference(gains: Sequence[float]) -> str:
+    """
+    >>> difference([1.0, 2.0, 3.0]), difference([-1.0])
+    ('+2.0 (0.6)', '-1.0')
+    """
+    mean = f"{statistics.fmean(gains):+.1f}"
+    return mean if len(gains) == 1 else f"{mean} ({statistics.stdev(gains) / sqrt(len(gains)):.1f})"

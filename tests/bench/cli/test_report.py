@@ -1,0 +1,85 @@
+"""``tbbn report``: formats, metrics, figures, pages and files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from commandline import Capture, files, mistake
+
+from tbbn.bench.cli.main import main
+from tbbn.bench.runs.record import load_record
+
+
+@pytest.fixture
+def report(runs: Path, capsys: Capture):
+    def said(*words: str) -> str:
+        assert main(["report", str(runs), *words]) == 0
+        return capsys.readouterr().out
+
+    return said
+
+
+def test_text_markdown_and_latex_have_a_row_for_each_group(report) -> None:
+    text = report()
+    assert "ft + gn(groups=8)" in text and "±" in text
+    assert "| ft + bn |" in report("--format", "md")
+    latex = report("--format", "tex")
+    assert latex == report("--format", "latex")
+    assert r"\begin{tabular}{llrrrrrr}" in latex and r"$A_f$ \%" in latex and r"$\pm$" in latex and r"\textbf" in latex
+
+
+def test_csv_and_json_have_every_run(report, runs: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(report("--format", "csv"))))
+    entries = json.loads(report("--json"))
+    assert report("--format", "json") == report("--json")
+    assert len(rows) == len(entries) == 4
+    for row, entry in zip(rows, entries, strict=True):
+        record = load_record(entry["directory"])
+        assert entry["accuracy"] == record.accuracy and entry["metrics"] == record.metrics
+        assert float(row["a[2,1]"]) == record.accuracy[1][0]
+        assert (row["method"], row["data"], row["seed"]) == ("ft", "synthetic:4x12x4x8", str(entry["seed"]))
+    assert [(e["norm"], e["seed"]) for e in entries] == [("bn", 0), ("bn", 1), ("gn(groups=8)", 0), ("gn(groups=8)", 1)]
+
+
+def test_the_metrics_asked_for_are_shown_in_that_order(report) -> None:
+    header, *_ = report("--metrics", "A_l,FM").splitlines()
+    assert header.split() == ["method", "+", "norm", "seeds", "A_l", "%", "FM", "%"]
+    entries = json.loads(report("--metrics", "A_l,FM", "--json"))
+    assert all(list(entry["metrics"]) == ["learning_accuracy", "forgetting_past"] for entry in entries)
+
+
+def test_mistakes_are_one_line_and_leave_nothing(runs: Path, tmp_path: Path, capsys: Capture) -> None:
+    def wrong(*words: str) -> str:
+        return mistake(capsys, "report", str(runs), *words)
+
+    assert "unknown format 'texx'; choose one of: csv, json, latex, md, tex, text." in wrong("--format", "texx")
+    assert "unknown metric 'A_x'" in wrong("--metrics", "A_f,A_x")
+    assert "unknown kind of figure 'pie'" in wrong("--plot", str(tmp_path / "x.png"), "--kind", "pie")
+    assert wrong("--html", str(tmp_path / "x.txt")).endswith("x.txt'.")
+    assert files(tmp_path) == []
+
+
+def test_a_run_counts_once_and_is_drawn_when_asked(runs: Path, tmp_path: Path, capsys: Capture) -> None:
+    picture = tmp_path / "new" / "matrix.svg"
+    words = ["report", str(runs), str(runs / "ft-bn-0"), "--json", "--plot", str(picture), "--kind", "matrix"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)) == 4
+    assert picture.read_text().startswith("<?xml") and f"figure: {picture}" in said.err
+
+
+def test_a_page_and_all_its_files(report, tmp_path: Path) -> None:
+    page, folder = tmp_path / "new" / "page.html", tmp_path / "files"
+    report("--html", str(page), "--files", str(folder))
+    assert page.read_text().startswith("<!doctype html>")
+    figures = [
+        f"{name}.{suffix}"
+        for name in ("accuracy", "errors", "forgetting", "gain", "matrix")
+        for suffix in ("png", "svg")
+    ]
+    tables = ["cost", "environment", "errors", "gain", "results", "runs", "settings"]
+    assert files(folder) == sorted([*figures, *(f"{name}.{suffix}" for name in tables for suffix in ("csv", "tex"))])
