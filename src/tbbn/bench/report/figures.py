@@ -73,7 +73,7 @@ def figure_of(panels: Sequence[Panel], title: str = "") -> Figure:
     grid = figure.subplots(lines, columns, squeeze=False, height_ratios=heights or None).flatten()
     for axes, panel in zip(grid, panels, strict=False):
         panel.draw(axes)
-        axes.set_title(wrapped(panel.title, round(13 * panel.width)), fontsize=9)
+        axes.set_title(wrapped(panel.title, round(11 * panel.width)), fontsize=9)
     for axes in grid[len(panels) :]:
         axes.axis("off")
     if not panels:
@@ -106,7 +106,7 @@ def literal(text: str) -> str:
 
 def wrapped(text: str, width: int) -> str:
     """Text on at most three lines of this many characters, as :func:`literal` has it."""
-    lines = textwrap.wrap(text, width, max_lines=3, placeholder=" ...", break_on_hyphens=False)
+    lines = textwrap.wrap(printable(text), width, max_lines=3, placeholder=" ...", break_on_hyphens=False)
     return "\n".join(map(literal, lines))
 
 

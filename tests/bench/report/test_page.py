@@ -1,0 +1,205 @@
+"""The HTML page: what it shows, that it needs nothing beside it, and that names in records stay text."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import chromium
+import pytest
+from records import record
+
+from tbbn.bench.engine.record import Record
+from tbbn.bench.report.figures import Panel
+from tbbn.bench.report.page import Section, html, sections, write_files
+from tbbn.bench.report.svg import inline_svg
+from tbbn.bench.report.table import Table
+from tbbn.errors import UserError
+
+HOSTILE = '<script>document.title = "taken"</script>'
+NAMES = (
+    HOSTILE + "\"'><img src=x onerror=alert(1)>",
+    r"$x$ \input{/etc/passwd} 50% {{ 7 * 7 }} 汉" + "\u202e\x07",
+    "x" * 300,
+)
+MATRICES = ([[0.9], [0.4, 0.8], [0.3, 0.5, 0.7]], [[0.8], [0.5, 0.7], [0.35, 0.5, 0.65]])
+
+
+def runs_of(*names: str) -> dict[Path, Record]:
+    """For each data set two norms with two seeds."""
+    return {
+        Path(name, f"{norm}-{seed}"): record(MATRICES[seed], data__name=name, norm__name=norm, seed=seed)
+        for name in names
+        for norm in ("bn", "tbbn")
+        for seed in (0, 1)
+    }
+
+
+def page_of(runs: dict[Path, Record]) -> str:
+    return html(sections(runs), runs)
+
+
+class Parsed(HTMLParser):
+    """The elements of a page and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    @property
+    def ids(self) -> list[str]:
+        return [attributes["id"] or "" for _, attributes in self.tags if "id" in attributes]
+
+
+@pytest.fixture(scope="module")
+def written() -> str:
+    return page_of(runs_of("digits"))
+
+
+@pytest.fixture(scope="module")
+def plain(written: str) -> Parsed:
+    return Parsed(written)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = runs_of(*NAMES)
+    first = next(iter(runs.values()))
+    first.environment, first.message = {HOSTILE: HOSTILE}, HOSTILE
+    first.plugins = [{"name": HOSTILE, "brings": [HOSTILE]}]
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(page_of(runs))
+    return path
+
+
+def test_every_part_is_there_and_linked(plain: Parsed) -> None:
+    parts = ["results", "accuracy", "gain", "forgetting", "matrix", "errors", "cost", "settings", "environment", "runs"]
+    shown = [attributes["id"] for tag, attributes in plain.tags if tag == "section"]
+    assert shown == [part for part in parts if part != "environment"]  # these records know no environment
+    links = [attributes["href"] for tag, attributes in plain.tags if tag == "a"]
+    assert links == [f"#{part}" for part in shown]
+    text = " ".join(plain.text)
+    # A_f of the seeds: .5 and .5 for both norms; the difference is 0 with a standard error of 0.
+    assert "50.0 ± 0.0" in text and "+0.0 (0.0)" in text
+    assert plain.text.count("finished") == 4
+
+
+def test_it_asks_for_nothing_and_runs_nothing(plain: Parsed) -> None:
+    assert not {"script", "link", "img", "iframe", "object", "base"} & {tag for tag, _ in plain.tags}
+    addresses = [value for _, a in plain.tags for key, value in a.items() if key in ("href", "src", "xlink:href")]
+    assert addresses and all(value and value.startswith("#") for value in addresses)
+    (policy,) = (a["content"] for tag, a in plain.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    styles = "".join(plain.text) + "".join(a.get("style") or "" for _, a in plain.tags)
+    assert "@import" not in styles and not re.search(r"url\((?!#)", styles)
+
+
+def test_the_best_norm_of_a_block_is_bold() -> None:
+    runs = {Path("a"): record(MATRICES[0]), Path("b"): record([[1.0], [1.0] * 2, [1.0] * 3], norm__name="tbbn")}
+    text = html(sections(runs)[:1], runs)
+    assert "<strong>100.0</strong>" in text and "<strong>50.0</strong>" not in text
+    assert "A<sub>f</sub> %" in text
+
+
+def test_ids_are_unique_and_figures_take_the_colour_of_the_page(plain: Parsed) -> None:
+    assert len(plain.ids) == len(set(plain.ids))
+    used = {value[1:] for _, a in plain.tags for key, value in a.items() if key == "href" and value}
+    used |= set(re.findall(r"url\(#([^)]+)\)", " ".join(v or "" for _, a in plain.tags for v in a.values())))
+    assert used <= set(plain.ids), "a picture refers to itself alone"
+    styles = " ".join(a.get("style") or "" for _, a in plain.tags)
+    assert "currentColor" in styles and "#0a0b0c" not in styles and "#000000" not in styles.replace("fill: #000000", "")
+
+
+def test_hostile_names_stay_text(hostile: Path) -> None:
+    parsed = Parsed(hostile.read_text())
+    tags = {tag for tag, _ in parsed.tags}
+    assert not {"script", "img"} & tags and not any(key.startswith("on") for _, a in parsed.tags for key in a)
+    text = "".join(parsed.text)
+    assert HOSTILE in text and "{{ 7 * 7 }}" in text and "49 runs" not in text
+    assert "\u202e" not in hostile.read_text() and "\x07" not in hostile.read_text(), "nothing turns the text around"
+
+
+def test_the_same_runs_give_the_same_page(written: str) -> None:
+    assert page_of(runs_of("digits")) == written
+
+
+def test_a_part_of_the_caller_comes_after_the_results(tmp_path: Path) -> None:
+    runs = {Path("a"): record(MATRICES[0])}
+    drift = Section("drift", "Drift", "A line.", (Table(("a", "b"), (("1", "2"),)),), (Panel("p", lambda axes: None),))
+    shown = sections(runs, after_results=[drift, Section("empty", "Empty")])
+    assert [section.name for section in shown][:3] == ["results", "drift", "accuracy"]
+    assert "empty" not in [section.name for section in shown] and "gain" not in [section.name for section in shown]
+    assert "<h2>Drift</h2>\n<p>A line.</p>" in html([drift], runs)
+    assert {path.name for path in write_files([drift], tmp_path)} == {
+        "drift.csv",
+        "drift.tex",
+        "drift.svg",
+        "drift.png",
+    }
+
+
+def test_runs_that_failed_at_once_have_a_page() -> None:
+    broken = record([], "failed")
+    broken.message = "OSError: no space"
+    text = page_of({Path("a"): broken})
+    assert "failed: OSError: no space" in text and "<svg" not in text
+
+
+def test_without_jinja2_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.startswith("jinja2"):
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"tbbn report --html needs jinja2; pip install 'tbbn\[bench\]'\."):
+        html([], {})
+
+
+def test_text_of_a_figure_is_text() -> None:
+    picture = inline_svg(Panel("a < b & $c$", lambda axes: axes.plot([0, 1], label="x")), "n")
+    assert "a &lt; b &amp; $c$</text>" in picture and 'aria-label="a &lt; b &amp; $c$"' in picture
+
+
+# Elements that reach beyond the window, and text of figures that is cut off.
+OVERFLOWING = """
+[...document.querySelectorAll("body *")].filter(e => {
+  const box = e.getBoundingClientRect();
+  if (!box.width || e.closest(".scroll") && !e.matches(".scroll")) return false;
+  const frame = e.ownerSVGElement ? e.ownerSVGElement.getBoundingClientRect() : {left: 0, right: innerWidth};
+  return e.tagName != "svg" && e.ownerSVGElement && e.tagName != "text"
+    ? false : box.right > frame.right + 1 || box.left < frame.left - 1;
+}).map(e => e.tagName + " " + e.textContent.trim().slice(0, 60))
+"""
+
+
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
+def test_in_a_browser_nothing_overflows_and_nothing_runs(hostile: Path) -> None:
+    with chromium.Chromium() as browser:
+        seen = {}
+        for width in (390, 1280):
+            for dark in (False, True):
+                browser.open(hostile, width, dark=dark)
+                assert browser.evaluate("innerWidth") == width
+                assert browser.evaluate("document.documentElement.scrollWidth") <= width
+                assert browser.evaluate(OVERFLOWING) == []
+                assert "taken" not in browser.evaluate("document.title").replace(HOSTILE, "")
+                assert browser.evaluate("document.scripts.length + document.images.length") == 0
+                colours = "[getComputedStyle(document.documentElement).backgroundColor, "
+                colours += "getComputedStyle(document.querySelector('svg text')).fill].join(' ')"
+                seen[dark] = browser.evaluate(colours)
+        assert seen == {False: "rgb(255, 255, 255) rgb(26, 26, 26)", True: "rgb(22, 24, 27) rgb(230, 230, 230)"}
+        assert set(browser.requests) == {hostile.resolve().as_uri()}
