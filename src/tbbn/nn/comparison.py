@@ -49,6 +49,8 @@ def apply_affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
 class InstanceNorm(nn.GroupNorm):
     """Instance norm: each channel of each sample by its own mean and variance (Ulyanov et al., 2016), with an affine map."""
 
+    per_sample = True  # no statistics over rows, so nothing to synchronise over ranks
+
     def __init__(
         self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None, dtype: Any = None
     ) -> None:
@@ -60,6 +62,8 @@ class GroupNorm(nn.GroupNorm):
 
     ``channels_per_group`` overrides ``groups`` unless it is 0: the released code read its number that way.
     """
+
+    per_sample = True
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from tbbn.registry import BUILT_IN, NORMS, Entry
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _BALANCED = (layers.TaskBalancedBatchNorm1d, layers.TaskBalancedBatchNorm2d, layers.TaskBalancedBatchNorm3d)
 _WEIGHTED = (layers.WeightedBatchNorm1d, layers.WeightedBatchNorm2d, layers.WeightedBatchNorm3d)
+_OVER_RANKS = (layers.RankBatchNorm1d, layers.RankBatchNorm2d, layers.RankBatchNorm3d)  # "bn" with sync=True
 
 # A norm is a class for each of BatchNorm1d, 2d and 3d, or one class that replaces all three.
 _Classes = type[nn.Module] | tuple[type[nn.Module], ...]
@@ -59,7 +60,7 @@ def convert(
         norm: the name of the new norm.
         skip: the layers to leave as they are: names or patterns (``"head.*"``), classes, of the layer or of a module around it,
             or functions of a layer's name and the layer.
-        sync: take the statistics over the rows of all ranks ("tbbn" and "weighted"); what replaces SyncBatchNorm always does.
+        sync: take the statistics over the rows of all ranks ("bn", "tbbn", "weighted"); what replaces SyncBatchNorm always does.
         process_group: the ranks that ``sync`` is about, if not all.
         options: passed to the new layers: ``convert(model, "gn", groups=8)``.
 
@@ -143,7 +144,7 @@ def _classes(norm: str) -> tuple[type[nn.Module], ...]:
 
 def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     """A layer of kind ``norm`` that replaces ``old`` and shares its parameters and buffers."""
-    classes: tuple[Any, ...] = _classes(norm)
+    classes: tuple[Any, ...] = _OVER_RANKS if norm == "bn" and options.get("sync") else _classes(norm)
     cls = classes[_dims(old) - 1] if len(classes) == 3 else classes[0]
     if isinstance(old, AnyLazyNorm):
         return _make_lazy(cls, old, options)
@@ -180,10 +181,10 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def _sync_options(norm: str, process_group: Any) -> dict[str, Any]:
-    if not issubclass(_classes(norm)[-1], layers.PlannedNorm):
+    if norm != "bn" and not issubclass(_classes(norm)[-1], layers.PlannedNorm):
         raise UserError(
             f"convert: norm {norm!r} does not take its statistics over ranks, as sync=True and SyncBatchNorm do; "
-            "use 'tbbn' or 'weighted'."
+            "use 'bn', 'tbbn' or 'weighted'."
         )
     return {"sync": True, "process_group": process_group}
 

@@ -205,6 +205,10 @@ class PlannedNorm(BalancedNorm):
         new.__setstate__(deepcopy(self.__getstate__(), memo))
         return new
 
+    def warn_outside(self) -> None:
+        if self.kind != "plain":
+            super().warn_outside()
+
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.options).items() if v != getattr(PlanOptions, k) and k != "kind"]
         changed += [f"{name}=True" for name in ("output_statistics", "sync") if getattr(self, name)]
@@ -295,3 +299,25 @@ class WeightedBatchNorm3d(PlannedNorm, nn.BatchNorm3d):
     """Importance-weighted batch norm over (N, C, D, H, W) input. See :class:`WeightedBatchNorm2d`."""
 
     kind = "weighted"
+
+
+class RankBatchNorm1d(PlannedNorm, nn.BatchNorm1d):
+    """Batch norm over the rows of all ranks. See :class:`RankBatchNorm2d`."""
+
+    kind = "plain"
+
+
+class RankBatchNorm2d(PlannedNorm, nn.BatchNorm2d):
+    """Batch norm with one set of statistics over the rows of all ranks: ``tbbn.convert(model, "bn", sync=True)``.
+
+    Unlike ``nn.SyncBatchNorm`` it also runs on a CPU. With the counts that :func:`tbbn.balance` gives it, the ranks exchange one
+    message less; otherwise a layout changes nothing.
+    """
+
+    kind = "plain"
+
+
+class RankBatchNorm3d(PlannedNorm, nn.BatchNorm3d):
+    """Batch norm over the rows of all ranks. See :class:`RankBatchNorm2d`."""
+
+    kind = "plain"

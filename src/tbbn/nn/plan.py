@@ -230,7 +230,7 @@ class PlanOptions:
     variance. ``memory="own"`` normalises memory row ``m`` with split ``m mod r`` only, as the first preprint did.
     """
 
-    kind: str = "tbbn"  # or "weighted": one group in which every task has the same weight
+    kind: str = "tbbn"  # "weighted": one group in which every task has the same weight; "plain": batch norm
     rule: str = "paper"
     case: int = 0
     memory: str = "averaged"
@@ -243,8 +243,8 @@ class PlanOptions:
             raise UserError(f"tbbn: case must be 0 (the layer itself) or an ablation 1 to 4, got {self.case!r}.")
         if self.memory not in ("averaged", "own"):
             raise unknown_name("treatment of memory rows", str(self.memory), ("averaged", "own"))
-        if self.kind == "weighted" and replace(self, kind="tbbn") != PlanOptions():
-            raise UserError("weighted: it has no splits, so rule, case, memory and total_variance do not apply.")
+        if self.kind != "tbbn" and replace(self, kind="tbbn") != PlanOptions():
+            raise UserError(f"{self.kind}: it has no splits, so rule, case, memory and total_variance do not apply.")
 
     def rule_for(self, layout: Layout) -> str:
         """The rule given to ``balance``, or the layer's. The paper's is for fixed counts: with a kind per row they vary."""
@@ -255,7 +255,7 @@ class PlanOptions:
 
 def _build(layout: Layout, options: PlanOptions, device: torch.device, dtype: torch.dtype) -> Plan | None:
     """Built on the CPU in double precision, then moved: plans are small, and rounding in them would show."""
-    if not (layout.current and layout.memory and layout.past_tasks):
+    if options.kind == "plain" or not (layout.current and layout.memory and layout.past_tasks):
         return None
     if options.kind == "weighted":
         return _weighted(layout).to(device, dtype)

@@ -124,12 +124,21 @@ def _run(words: list[str]) -> int:
     require_bench(args.command)
     for plugin in plugins:
         load_plugin(plugin)
-    code: int = args.call(args)
+    code = _call(args)
     if sys.stdout is None:
         print("tbbn: standard output is closed; the results could not be printed.", file=sys.stderr)
         return code or EXIT_FAILED
     sys.stdout.flush()
     return code
+
+
+def _call(args: argparse.Namespace) -> int:
+    """Do the command. Of several processes that torchrun started, the first does it, and the others help it train."""
+    if args.command not in train.COMMANDS:
+        return args.call(args)
+    from tbbn.bench.cli.ranks import lead_or_follow
+
+    return lead_or_follow(args)
 
 
 if __name__ == "__main__":

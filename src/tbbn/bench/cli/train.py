@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tbbn.bench.engine.record import Record
     from tbbn.bench.runs.pending import PendingRun
 
-COMMANDS = ("run", "sweep", "resume", "reproduce")
+COMMANDS = ("demo", "run", "sweep", "resume", "reproduce")
 _RUN_EXAMPLE = "tbbn run --data cifar100 --protocol paper --norm bn,tbbn --seeds 3 --train.epochs 2"
 _SWEEP_EXAMPLE = "tbbn sweep --data cifar100 --protocol paper --method ft,lucir --norm bn,tbbn --seeds 5"
 
@@ -207,6 +207,7 @@ def train(
                 overwrite=overwrite,
                 recipe=recipe,
                 stop=lambda: asked() or time.monotonic() >= end,
+                ranks=args.ranks,
             )
         except KeyboardInterrupt:
             if asked() or time.monotonic() < end:

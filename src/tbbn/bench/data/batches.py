@@ -28,6 +28,11 @@ class BatchSpec:
     has_layout: bool  # rows are [current ; memory]; False for mixed batches
 
     @property
+    def layout(self) -> tuple[int, int]:
+        """The current and memory rows that are forwarded, all views counted."""
+        return (self.n_current, self.n_memory * self.views) if self.has_layout else (self.base_rows, 0)
+
+    @property
     def base_rows(self) -> int:
         """Current rows, and memory rows in their first view."""
         return self.n_current + self.n_memory
@@ -70,28 +75,37 @@ class BatchMaker:
         parameters = [to_device(values.unflatten(0, (steps, -1)), device) for values in drawn]
         return EpochBlock(spec, to_device(index, device), parameters)
 
-    def make_batch(self, spec: BatchSpec, index: Tensor, inputs: Sequence[Tensor]) -> Batch:
+    def make_batch(self, spec: BatchSpec, index: Tensor, inputs: Sequence[Tensor], rows: Tensor | None = None) -> Batch:
         """Gather, augment and normalise the rows `index` on the device.
 
-        `inputs` are the step's parameters as in `EpochBlock`, followed by the prefetched images if the data is streamed.
+        `inputs` are the step's parameters as in `EpochBlock`, followed by the prefetched images if the data is streamed. With
+        `rows`, ascending positions in the batch, only the images of these are made, and only these were prefetched.
         """
+        mine, n_base = index, spec.base_rows
+        if rows is not None:
+            mine, n_base = index[rows], int((rows < n_base).sum())
+            drawn = [inputs[0][rows[:n_base]]]
+            if spec.extra_rows:
+                drawn.append(inputs[1][rows[n_base:] - spec.base_rows])
+            inputs = [*drawn, *inputs[len(drawn) :]]
         return Batch(
-            images=self._images(spec, index, inputs),
+            images=self._images(mine, inputs, n_base),
             labels=self.data.labels[index],
             index=index,
-            n_current=spec.n_current if spec.has_layout else spec.base_rows,
-            n_memory=spec.n_memory * spec.views if spec.has_layout else 0,
+            n_current=spec.layout[0],
+            n_memory=spec.layout[1],
             n_old_classes=spec.n_old_classes,
             n_classes=spec.n_classes,
         )
 
-    def _images(self, spec: BatchSpec, index: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        data = self.data
+    def _images(self, index: Tensor, inputs: Sequence[Tensor], n: int) -> Tensor:
+        """The images of the rows `index`; those from the `n`-th on are strongly augmented."""
+        data, has_extra = self.data, n < len(index)
         stored, rows = data.locate(index, inputs)
-        if not spec.extra_rows and crop.supports(self.augment, stored):
+        if not has_extra and crop.supports(self.augment, stored):
             return crop.fused_crop(self.augment, stored, rows, inputs[0], data.mean, data.std, data.memory_format)
-        raw, n = data.gather(index, inputs), spec.base_rows
-        if not spec.extra_rows:
+        raw = data.gather(index, inputs)
+        if not has_extra:
             return data.normalised(self.augment.apply(raw, inputs[0]))
         views = [self.augment.apply(raw[:n], inputs[0]), self.strong.apply(raw[n:], inputs[1])]
         return data.normalised(torch.cat(views))

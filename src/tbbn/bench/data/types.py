@@ -48,7 +48,7 @@ class Source:
 class Batch:
     """What a method's loss receives: rows [0, n_current) belong to the current task, the others come from the memory."""
 
-    images: Tensor  # (B, C, H, W), augmented and normalised
+    images: Tensor  # (B, C, H, W), augmented and normalised; where several ranks train, this rank's rows alone
     labels: Tensor  # (B,) int64, arrival order
     index: Tensor  # (B,) int64 rows of source.train
     n_current: int

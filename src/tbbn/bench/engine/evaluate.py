@@ -13,6 +13,7 @@ from tbbn.bench.config import RunConfig
 from tbbn.bench.data.device import DeviceDataset
 from tbbn.bench.data.scenario import Scenario, Task, task_of_class
 from tbbn.bench.engine.forward import evaluation_pass
+from tbbn.bench.engine.ranks import ALONE, Ranks
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network, Output
 from tbbn.errors import UserError
@@ -34,13 +35,15 @@ def evaluate(
     method: Method,
     network: Network,
     test_data: DeviceDataset,
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
     """Evaluate the network after a task."""
     rows = torch.cat([evaluated_rows(config, t) for t in scenario.tasks[: task.number + 1]])
     labels = scenario.test_labels[rows]
     class_task = task_of_class(scenario)
     image_task = class_task[labels]
-    class_il, task_il = _predict(rows, image_task, class_task[: task.classes.stop], config, method, network, test_data)
+    class_task = class_task[: task.classes.stop]
+    class_il, task_il = _predict(rows, image_task, class_task, config, method, network, test_data, ranks)
     of_task = [image_task == t for t in range(task.number + 1)]
     confusion = confusion_of(labels, class_il, task.classes.stop)
     return Evaluation(
@@ -59,9 +62,10 @@ def _predict(
     method: Method,
     network: Network,
     data: DeviceDataset,
+    ranks: Ranks,
 ) -> Tensor:
     """Predicted classes (2, rows): among all classes, and among those of the image's own task."""
-    image_task, class_task = image_task.to(data.labels.device), class_task.to(data.labels.device)
+    image_task, class_task = ranks.part(image_task).to(data.labels.device), class_task.to(data.labels.device)
     done = 0
 
     def predict(output: Output) -> Tensor:
@@ -69,10 +73,10 @@ def _predict(
         scores = method.predict(output)
         is_other = image_task[done : done + len(scores), None] != class_task
         done += len(scores)
-        return torch.stack([scores.argmax(1), scores.masked_fill(is_other, -math.inf).argmax(1)])
+        return torch.stack([scores.argmax(1), scores.masked_fill(is_other, -math.inf).argmax(1)], 1)
 
-    batches = evaluation_pass(network, data, rows, config.batch.evaluation, config.precision, predict)
-    return torch.cat(list(batches), 1).cpu()
+    batches = evaluation_pass(network, data, ranks.part(rows), config.batch.evaluation, config.precision, predict)
+    return ranks.gather(torch.cat(list(batches)), len(rows)).T.cpu()
 
 
 def evaluated_rows(config: RunConfig, task: Task) -> Tensor:

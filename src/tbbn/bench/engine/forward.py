@@ -14,6 +14,7 @@ from tbbn.bench.data.device import DeviceDataset, to_device
 from tbbn.bench.data.types import Batch
 from tbbn.bench.models import Network, Output
 from tbbn.nn import balance
+from tbbn.nn.sync import Counts
 
 T = TypeVar("T")
 
@@ -31,24 +32,41 @@ class TrainingForward:
     class_task: Tensor | None = None  # (classes,) the task of each class, where a norm wants task ids
     separate: bool = False  # forward current and memory rows one after the other, as some released programs do
 
-    def __call__(self, network: Network, batch: Batch, call: Callable[[Tensor], Output] | None = None) -> Output:
-        """Forward a batch. ``call`` may replace ``network(images)``, to run the same modules with other weights."""
+    def __call__(
+        self,
+        network: Network,
+        batch: Batch,
+        call: Callable[[Tensor], Output] | None = None,
+        counts: Counts | None = None,
+    ) -> Output:
+        """Forward a batch. ``call`` may replace ``network(images)``, to run the same modules with other weights.
+
+        With ``counts``, the current and memory rows of every rank, the batch is this rank's part of a larger one.
+        """
         call = network if call is None else call
-        if self.separate and batch.n_memory:
+        # All ranks must decide alike, and one of them may have no memory row.
+        if self.separate and any(memory for _, memory in counts or [(0, batch.n_memory)]):
             return _joined(call(batch.images[batch.current]), call(batch.images[batch.memory]))
         if not self.takes_layout:
             return call(batch.images)
         task_ids = None if self.class_task is None else self.class_task[batch.labels]
         with balance(
-            network, current=batch.n_current, memory=batch.n_memory, past_tasks=self.past_tasks, task_ids=task_ids
+            network,
+            current=batch.n_current,
+            memory=batch.n_memory,
+            past_tasks=self.past_tasks,
+            task_ids=task_ids,
+            rank_counts=counts,
         ):
             return call(batch.images)
 
-    def mixed(self, network: Network, batch: Batch, call: Callable[[Tensor], Output]) -> Output:
+    def mixed(
+        self, network: Network, batch: Batch, call: Callable[[Tensor], Output], counts: Counts | None = None
+    ) -> Output:
         """Forward a batch whose rows are not known as current or memory: plain batch norm."""
         if not self.takes_layout:
             return call(batch.images)
-        with balance(network, current=len(batch.images), memory=0, past_tasks=0):
+        with balance(network, current=len(batch.images), memory=0, past_tasks=0, rank_counts=counts):
             return call(batch.images)
 
 

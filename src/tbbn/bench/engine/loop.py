@@ -48,6 +48,7 @@ from tbbn.bench.engine import setup, validate
 from tbbn.bench.engine.evaluate import evaluate
 from tbbn.bench.engine.events import Diverged, EpochEnded, Event, Position, Stepped, TaskEnded, Waiting
 from tbbn.bench.engine.phase import OptimizerState, PhaseSettings, all_finite, make_optimizer, set_lr
+from tbbn.bench.engine.ranks import ALONE, Ranks
 from tbbn.bench.engine.record import Record, digest
 from tbbn.bench.engine.step import SavedTotals, Step, describe_divergence, read_totals
 from tbbn.bench.engine.task import EngineTaskContext, PhaseRows
@@ -70,8 +71,9 @@ class BestEpoch(NamedTuple):
 class Run:
     """A run in progress: ``events`` advances it. Between two events its whole state is in its attributes."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config = validate.check(config)
+    def __init__(self, config: RunConfig, ranks: Ranks = ALONE) -> None:
+        self.config, self.ranks = validate.check(config), ranks
+        config = self.config
         self.method = setup.method_of(config)
         self.device = setup.device_of(config)
         self.source = setup.load_source(config)
@@ -84,7 +86,7 @@ class Run:
         self.network = self.make_network()
         # The network after the task before, frozen. None in the first task, and for methods that do not need it.
         self.previous: Network | None = None
-        self.record = setup.record_of(config, self.source, self.scenario, self.network, self.device)
+        self.record = setup.record_of(config, self.source, self.scenario, self.network, self.device, self.ranks.size)
         self.position = Position()
         # Of the phase being trained:
         self.rows: PhaseRows | None = None
@@ -97,7 +99,7 @@ class Run:
 
     def make_network(self) -> Network:
         """A fresh network on the device."""
-        return setup.make_network(self.config, self.method, self.source, self.device)
+        return setup.make_network(self.config, self.method, self.source, self.device, sync=self.ranks.size > 1)
 
     def events(self, stop: Stop | None = None) -> Iterator[Event]:
         """Do everything that is left to do. The record's status says how it ended: finished, diverged or interrupted.
@@ -107,7 +109,8 @@ class Run:
         self.record.status, self.record.message = "interrupted", ""  # status on disk if the process is killed
         try:
             for event in self._learn_tasks():
-                stopping = stop is not None and stop() and not isinstance(event, Waiting)
+                # All ranks have the same events, but one may wait where another need not.
+                stopping = not isinstance(event, Waiting) and self.ranks.any(stop is not None and stop())
                 yield event
                 if stopping:
                     return
@@ -139,7 +142,9 @@ class Run:
         if self.method.uses_memory:
             self.memory = context.memory = context.updated_memory()
         self.method.after_task(context)
-        result = evaluate(task, self.config, self.scenario, self.method, self.network, self.test_data)
+        # Ranks on unlike machines may have rounded unlike.
+        self.ranks.copy_first([*self.network.state_dict().values(), self.memory.index, self.memory.labels])
+        result = evaluate(task, self.config, self.scenario, self.method, self.network, self.test_data, self.ranks)
         entries = {
             "accuracy": result.accuracy,
             "task_il": result.task_il,
@@ -165,6 +170,7 @@ class Run:
             method=self.method,
             maker=self.maker,
             training_forward=setup.training_forward(self.config, self.network, self.scenario, task, self.device),
+            ranks=self.ranks,
         )
 
     def _train_phase(self, context: EngineTaskContext, phase: Phase) -> Iterator[Event]:
@@ -233,7 +239,8 @@ class Run:
     ) -> Iterator[Event]:
         done, total = 0, sum(block.steps for block in blocks)
         # Data that does not fit on the device is read ahead, batch by batch; otherwise prefetching does nothing.
-        batches = (rows for block in blocks for rows in block.index.cpu())
+        shares = (self.ranks.share(block.spec.layout, torch.device("cpu")) for block in blocks)
+        batches = (rows for block, share in zip(blocks, shares, strict=True) for rows in share.take(block.index.cpu()))
         prefetch = self.train_data.prefetch(islice(batches, self.position.step, None))
         for block in blocks:
             if block.spec not in self.steps:
@@ -272,7 +279,9 @@ class Run:
             clip_norm=self.config.train.clip_norm,
             clip_value=self.config.train.clip_value,
             precision=self.config.precision,
-            captured=self.device.type == "cuda" and block.steps >= MIN_CAPTURED_STEPS,
+            captured=self.device.type == "cuda" and block.steps >= MIN_CAPTURED_STEPS and self.ranks.size == 1,
+            ranks=self.ranks,
+            needs_stages=self.method.needs_stages,
         )
         if block.spec in self.restored_totals:
             step.restore_totals(self.restored_totals.pop(block.spec))
@@ -291,12 +300,13 @@ def run(
     *,
     on_event: Callable[[Event], None] | None = None,
     drive: Callable[[Run], Iterator[Event]] = Run.events,
+    ranks: Ranks = ALONE,
 ) -> Record:
     """Train and evaluate one config without writing files. ``drive`` may do more between the events, such as saving."""
     device = setup.device_of(config)
     # CUDA makes streams and graphs on its current device.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        current = Run(config)
+        current = Run(config, ranks)
         for event in drive(current):
             if on_event is not None:
                 on_event(event)

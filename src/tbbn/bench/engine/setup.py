@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from tbbn.accelerators.fused import accelerate
 from tbbn.accelerators.native import binding as native
@@ -27,6 +28,7 @@ from tbbn.bench.models import Network, backbone
 from tbbn.errors import UserError
 from tbbn.nn import convert, is_balanced, splits, wants_task_ids
 from tbbn.nn.plan import RULES
+from tbbn.registry import NORMS
 
 
 def method_of(config: RunConfig) -> Method:
@@ -158,8 +160,13 @@ def image_shape(config: RunConfig, source: Source) -> tuple[int, int, int]:
     return channels, config.data.crop or height, config.data.crop or width
 
 
-def make_network(config: RunConfig, method: Method, source: Source, device: torch.device) -> Network:
-    """A fresh network on the device: the config's backbone with its norm, and the method's head without classes."""
+def make_network(
+    config: RunConfig, method: Method, source: Source, device: torch.device, *, sync: bool = False
+) -> Network:
+    """A fresh network on the device: the config's backbone with its norm, and the method's head without classes.
+
+    With ``sync``, norms take their statistics over all ranks; an error says if the config's norm cannot.
+    """
     channels, *size = image_shape(config, source)
     body = backbone(
         config.backbone,
@@ -168,10 +175,20 @@ def make_network(config: RunConfig, method: Method, source: Source, device: torc
         generator=seeds.generator(config.seed, "weights"),
         image_size=(size[0], size[1]),
     )
-    convert(body, config.norm.name, **config.norm.dict())
+    _convert(body, config, sync)
     accelerate(body, device)
     network = Network(body, method.make_head(body.n_features)).to(device)
     return network.to(memory_format=memory_format_of(config, device))  # type: ignore[call-overload]
+
+
+def _convert(module: nn.Module, config: RunConfig, sync: bool) -> None:
+    per_sample = getattr(NORMS.get(config.norm.name), "per_sample", False)
+    convert(module, config.norm.name, sync=sync and not per_sample, **config.norm.dict())
+
+
+def check_ranks(config: RunConfig) -> None:
+    """Raise if the config's norm cannot take its statistics over several ranks."""
+    _convert(nn.Sequential(nn.BatchNorm2d(64)), config, sync=True)
 
 
 def training_forward(
@@ -199,9 +216,12 @@ def batch_maker(config: RunConfig, data: DeviceDataset) -> BatchMaker:
     return BatchMaker(data, augmentation(config.batch.augment, crop=crop), augmentation("strong", crop=crop))
 
 
-def record_of(config: RunConfig, source: Source, scenario: Scenario, network: Network, device: torch.device) -> Record:
+def record_of(
+    config: RunConfig, source: Source, scenario: Scenario, network: Network, device: torch.device, ranks: int = 1
+) -> Record:
     """An empty record with everything that is known before training."""
     record = new_record(config)
+    record.environment |= {"ranks": ranks} if ranks > 1 else {}
     record.environment["device"] = device.type
     if device.type == "cpu" and is_balanced(network):  # the last bits depend on the kernel
         record.environment["cpu_kernel"] = native.status()

@@ -18,6 +18,7 @@ from tbbn.accelerators.graphs import CapturedFunction
 from tbbn.bench.data.batches import BatchMaker, BatchSpec
 from tbbn.bench.data.types import Batch
 from tbbn.bench.engine.forward import TrainingForward, WorkingCopies, autocast
+from tbbn.bench.engine.ranks import ALONE, Ranks
 from tbbn.bench.methods import Losses
 from tbbn.bench.models import Network, Output
 from tbbn.errors import UserError
@@ -52,6 +53,8 @@ class Step:
     clip_value: float = 0.0
     precision: str = "fp32"
     captured: bool = False  # as a CUDA graph
+    ranks: Ranks = ALONE
+    needs_stages: bool = True  # whether the loss uses the maps of the stages
 
     def __post_init__(self) -> None:
         device = self.maker.data.labels.device
@@ -59,6 +62,7 @@ class Step:
         self.count = 0  # steps since the totals were read
         self.totals = torch.zeros(0, device=device)
         self.finite_steps = torch.zeros((), dtype=torch.int64, device=device)  # steps before the first non-finite loss
+        self.share = self.ranks.share(self.spec.layout, device)
         self.has_penalty = self.forward.takes_layout and self.spec.has_layout
         half = self.precision == "bf16" and device.type == "cuda"
         self.working = WorkingCopies(self.network) if half else None
@@ -76,7 +80,7 @@ class Step:
         (self.train if self.graph is None else self.graph)(index, *inputs)
 
     def train(self, index: Tensor, *inputs: Tensor) -> None:
-        terms = self.losses(self.maker.make_batch(self.spec, index, inputs))
+        terms = self.losses(self.maker.make_batch(self.spec, index, inputs, self.share.rows))
         names = [*terms, "total"]
         if names != self.names:
             self.names, self.totals = names, torch.zeros(len(names), device=self.totals.device)
@@ -85,6 +89,7 @@ class Step:
         total.backward()
         if self.working is not None:
             self.working.copy_gradients_back()
+        self.ranks.sum_gradients(self.parameters)
         if self.clip_value:
             nn.utils.clip_grad_value_(self.parameters, self.clip_value)
         if self.clip_norm:
@@ -101,8 +106,9 @@ class Step:
             previous = None
             if self.teacher is not None:
                 with torch.no_grad():
-                    previous = self.teacher(batch.images)
-            terms = self.loss(batch, self._output(batch), previous)
+                    previous = self.share.whole(self.teacher(batch.images), stages=self.needs_stages)
+            output = self.share.whole(self._output(self.share.of(batch)), stages=self.needs_stages)
+            terms = self.loss(batch, output, previous)
             if not isinstance(terms, dict) or not all(isinstance(t, Tensor) and t.dim() == 0 for t in terms.values()):
                 raise UserError(f"a loss must be a dict of scalar tensors, such as {{'ce': ...}}, got {terms!r:.60}.")
             extra = penalty(self.network) if self.has_penalty else None
@@ -113,7 +119,8 @@ class Step:
         if self.working is not None:
             self.working.refresh()
             call = self.working
-        return (self.forward if self.spec.has_layout else self.forward.mixed)(self.network, batch, call)
+        forward = self.forward if self.spec.has_layout else self.forward.mixed
+        return forward(self.network, batch, call, self.share.counts)
 
 
 def read_totals(steps: Iterable[Step]) -> dict[str, float]:

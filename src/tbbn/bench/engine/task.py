@@ -21,6 +21,7 @@ from tbbn.bench.data.scenario import Scenario, Task
 from tbbn.bench.data.selection import select
 from tbbn.bench.data.types import Batch
 from tbbn.bench.engine.forward import TrainingForward, evaluation_pass
+from tbbn.bench.engine.ranks import Ranks
 from tbbn.bench.engine.setup import ratio_of
 from tbbn.bench.methods import Method, TaskContext
 from tbbn.bench.models import Network, Output
@@ -52,6 +53,7 @@ class EngineTaskContext(TaskContext):
     method: Method
     maker: BatchMaker
     training_forward: TrainingForward
+    ranks: Ranks
     reservoir: Reservoir | None = None  # online: the memory after the pass over the task
 
     @property
@@ -191,16 +193,17 @@ class EngineTaskContext(TaskContext):
                 yield self.maker.make_batch(block.spec, block.index[i], inputs)
 
     def forward(self, network: Network, batch: Batch) -> Output:
-        return replace(self.training_forward, separate=False)(network, batch)
+        with self.ranks.alone(network):
+            return replace(self.training_forward, separate=False)(network, batch)
 
     def outputs(self, rows: Tensor, *, flip: bool = False) -> Output:
         parts = self._evaluate(rows, _without_stages, flip)
         similarities = [part.similarity for part in parts if part.similarity is not None]
         return Output(
-            logits=torch.cat([part.logits for part in parts]),
-            features=torch.cat([part.features for part in parts]),
+            logits=self._joined([part.logits for part in parts], rows),
+            features=self._joined([part.features for part in parts], rows),
             stages=(),
-            similarity=torch.cat(similarities) if similarities else None,
+            similarity=self._joined(similarities, rows) if similarities else None,
             task_sizes=parts[0].task_sizes,
             state=parts[0].state,
         )
@@ -208,7 +211,7 @@ class EngineTaskContext(TaskContext):
     def validation_loss(self) -> Tensor:
         """Cross-entropy over all classes so far on the validation rows: the paper's code selects epochs by it."""
         rows = self.validation_rows()
-        logits = torch.cat(self._evaluate(rows, lambda output: output.logits))
+        logits = self._joined(self._evaluate(rows, lambda output: output.logits), rows)
         return F.cross_entropy(logits.float(), self.labels(rows))
 
     def validation_rows(self) -> Tensor:
@@ -224,8 +227,13 @@ class EngineTaskContext(TaskContext):
         return rows[self.labels(rows).cpu().argsort(stable=True)][: len(rows) // size * size]
 
     def _evaluate(self, rows: Tensor, keep: Callable[[Output], T], flip: bool = False) -> list[T]:
-        size, precision = self.config.batch.evaluation, self.config.precision
+        """What is kept of this rank's part of the rows, batch by batch."""
+        size, precision, rows = self.config.batch.evaluation, self.config.precision, self.ranks.part(rows)
         return list(evaluation_pass(self.network, self.maker.data, rows, size, precision, keep, flip))
+
+    def _joined(self, parts: list[Tensor], rows: Tensor) -> Tensor:
+        """The values of all rows, from the batches of all ranks."""
+        return self.ranks.gather(torch.cat(parts), len(rows))
 
     def updated_memory(self, purpose: str = "exemplars") -> ExemplarMemory:
         """The memory after this task; ``self.memory`` does not change."""

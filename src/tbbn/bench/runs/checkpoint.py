@@ -32,18 +32,23 @@ def task_file(task: int) -> str:
 
 def save(directory: Path, state: dict[str, Any], tensors: Mapping[str, Tensor], keep_as: str = "") -> None:
     """Write a checkpoint, and keep the one before it. With ``keep_as``, also keep this one under that name."""
-    from safetensors.torch import save as to_bytes
-
     directory.mkdir(parents=True, exist_ok=True)
-    ready = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    text = json.dumps({"schema": SCHEMA, **state})
     # On disk before the older ones move: a full disk or a kill leaves at least one readable checkpoint.
-    write_atomic(directory / ARRIVING, seal(to_bytes(ready, metadata={"state": text, "sha256": NO_SEAL})))
+    write_atomic(directory / ARRIVING, encode(state, tensors))
     if keep_as:
         _link(directory / ARRIVING, directory / keep_as)
     if (directory / NEWEST).exists():
         os.replace(directory / NEWEST, directory / PREVIOUS)
     os.replace(directory / ARRIVING, directory / NEWEST)
+
+
+def encode(state: dict[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """The content of a checkpoint's file."""
+    from safetensors.torch import save as to_bytes
+
+    ready = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    text = json.dumps({"schema": SCHEMA, **state})
+    return seal(to_bytes(ready, metadata={"state": text, "sha256": NO_SEAL}))
 
 
 def _link(file: Path, name: Path) -> None:
@@ -86,20 +91,32 @@ class OtherSchema(UserError):
 
 def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The state and the tensors in a file. A damaged file is an error that names it."""
+    try:
+        content = read_limited(file, LARGEST)
+    except OSError as error:
+        raise _damaged(str(file), error) from None
+    return decode(content, str(file))
+
+
+def _damaged(file: str, error: Exception) -> UserError:
+    return UserError(f"{file}: damaged, or not a checkpoint ({type(error).__name__}).")
+
+
+def decode(content: bytes, file: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state and the tensors in the content of a checkpoint's file, which errors name."""
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
     try:
-        content = read_limited(file, LARGEST)
         if problem := seal_problem(content):
             raise UserError(f"{file}: {problem}")
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         state = json.loads(header["__metadata__"]["state"])
         schema, tensors = state["schema"], from_bytes(content)
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError, OSError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{file}: damaged, or not a checkpoint ({type(error).__name__}).") from None
+        raise _damaged(file, error) from None
     if schema != SCHEMA:
         raise OtherSchema(f"{file}: has schema {schema}; this version reads {SCHEMA}.")
     return state, tensors

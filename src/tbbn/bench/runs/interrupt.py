@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[Callable[[], bool]]:
+def stop_on_signal(*, tell: bool = True) -> Iterator[Callable[[], bool]]:
     """Gives a function that says whether to stop. The first Ctrl-C, SIGTERM or SIGHUP sets it; the second interrupts at once.
 
     A closing terminal may send SIGHUP several times, so that never interrupts at once. Under nohup it is ignored.
+    ``tell``: say on standard error that a signal has arrived.
     """
     asked = False
 
@@ -24,6 +25,8 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
+        if not tell:
+            return
         # Not print: the signal may have arrived in the middle of one.
         with suppress(OSError):  # nobody may be reading
             os.write(2, b"tbbn: stopping after this step and saving; press Ctrl-C again to quit now.\n")

@@ -11,9 +11,11 @@ from tbbn.bench.config import RunConfig
 from tbbn.bench.engine import lanes, loop
 from tbbn.bench.engine.events import EpochEnded, Event, TaskEnded
 from tbbn.bench.engine.loop import Run, Stop
+from tbbn.bench.engine.ranks import ALONE, Ranks
 from tbbn.bench.engine.record import Record
 from tbbn.bench.files import is_blank, locked
 from tbbn.bench.runs import schema, state
+from tbbn.bench.runs.follow import leading
 from tbbn.bench.runs.overwrite import replacing, settle
 from tbbn.bench.runs.record import save_record, update_record
 from tbbn.errors import UserError
@@ -30,12 +32,15 @@ def run_saved(
     every: float = SAVE_EVERY,
     stop: Stop | None = None,
     overwrite: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Record:
-    """:func:`tbbn.bench.engine.run` with a folder: see :func:`saved`."""
+    """:func:`tbbn.bench.engine.run` with a folder: see :func:`saved`. Of several ``ranks``, this one leads the others."""
     place = Path(directory)
-    return loop.run(
-        config, on_event=on_event, drive=lambda run: saved(run, place, every=every, stop=stop, overwrite=overwrite)
-    )
+
+    def drive(run: Run) -> Iterator[Event]:
+        return saved(run, place, every=every, stop=stop, overwrite=overwrite)
+
+    return loop.run(config, on_event=on_event, drive=drive, ranks=ranks)
 
 
 def run_lanes_saved(
@@ -89,7 +94,8 @@ def saved(
         if not overwrite:
             state.load(run, directory)
         try:
-            yield from _with_checkpoints(files, every, stop)
+            with leading(run):
+                yield from _with_checkpoints(files, every, stop)
         except BaseException as error:
             if isinstance(error, Exception):
                 run.record.status, run.record.message = "failed", failure(error)

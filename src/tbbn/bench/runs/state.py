@@ -31,6 +31,11 @@ def save(run: Run, directory: Path) -> None:
     checkpoint.save(directory, _values(run), _tensors(run), keep)
 
 
+def encoded(run: Run) -> bytes:
+    """The state of a run, as a checkpoint's file has it."""
+    return checkpoint.encode(_values(run), _tensors(run))
+
+
 def _is_between_tasks(run: Run) -> bool:
     return run.position == Position(run.position.task)
 

@@ -27,7 +27,7 @@ from tbbn.errors import UserError
 State = tuple[dict[str, Any], dict[str, Tensor]]  # what checkpoint.read gives
 
 # What the rounding of floating-point sums depends on.
-ENVIRONMENT = ("device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "tbbn")
+ENVIRONMENT = ("device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "ranks", "tbbn")
 ROUNDING = 0.01  # the share of predictions that rounding may change in another environment
 
 _SAME = ("config", "data", "class_order", "task_sizes", "skipped", "environment", "plugins")

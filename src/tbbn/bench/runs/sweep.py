@@ -8,7 +8,9 @@ from functools import partial
 
 from tbbn.bench.engine import Event
 from tbbn.bench.engine.loop import Stop
+from tbbn.bench.engine.ranks import ALONE, Ranks
 from tbbn.bench.engine.record import Record, new_record
+from tbbn.bench.engine.setup import check_ranks
 from tbbn.bench.files import write_atomic
 from tbbn.bench.runs.pending import PendingRun, finished_record
 from tbbn.bench.runs.recipe import RECIPE
@@ -28,13 +30,21 @@ def run_all(
     overwrite: bool = False,
     recipe: str = "",
     stop: Stop | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[Record]:
     """Do the runs, ``lanes`` in parallel (None: as many as raise throughput); finished ones are read from disk.
 
     The ``recipe`` of several runs is written to their folder, so that ``tbbn resume`` finds those that never started. A run
     that fails does not stop the others; a user's mistake (:class:`UserError`) ends a sweep that has no lanes. When ``stop``
-    returns True, the active runs save themselves and KeyboardInterrupt is raised.
+    returns True, the active runs save themselves and KeyboardInterrupt is raised. With several ``ranks``, which share each run,
+    this is rank 0, and the first failure ends all.
     """
+    if ranks.size > 1:
+        if lanes is not None and lanes > 1:
+            raise UserError(f"several ranks share one run at a time, got --lanes {lanes}; leave --lanes out.")
+        lanes = 1
+        for pending in runs:
+            check_ranks(pending.config)
     records = {pending: r for pending in runs if not overwrite and (r := finished_record(pending)) is not None}
     todo = [pending for pending in runs if pending not in records]
     started: set[PendingRun] = set()
@@ -74,20 +84,27 @@ def run_all(
             raise_if_stopped()
         else:
             for i, pending in enumerate(todo):
-                end(pending, _run_one(pending, partial(event, i), stop, overwrite, alone=len(runs) == 1))
+                end(pending, _run_one(pending, partial(event, i), stop, overwrite, ranks, alone=len(runs) == 1))
                 raise_if_stopped()
     return [records[pending] for pending in runs]
 
 
 def _run_one(
-    pending: PendingRun, on_event: Callable[[Event], None], stop: Stop | None, overwrite: bool, alone: bool
+    pending: PendingRun,
+    on_event: Callable[[Event], None],
+    stop: Stop | None,
+    overwrite: bool,
+    ranks: Ranks,
+    alone: bool,
 ) -> Record:
     try:
-        return run_saved(pending.config, pending.directory, on_event=on_event, stop=stop, overwrite=overwrite)
+        return run_saved(
+            pending.config, pending.directory, on_event=on_event, stop=stop, overwrite=overwrite, ranks=ranks
+        )
     except UserError:
         raise
     except Exception as error:
-        if alone:
+        if alone or ranks.size > 1:  # other ranks are in the middle of the run
             raise
         message = failure(error)
         with suppress(UserError):
