@@ -44,7 +44,7 @@ def test_two_ranks_give_the_results_of_one_process(tmp_path: Path) -> None:
     [
         ("--method", METHODS, "--norm", "bn,weighted,gn(groups=8)"),
         ("--method", RARE, "--norm", "bn,tbbn"),
-        ("--method", "ft,lucir", "--norm", "tbbn,in", "--batch.size", "4"),  # a rank without memory rows
+        ("--method", "ft,lucir", "--norm", "tbbn,gn(groups=8)", "--batch.size", "4"),  # a rank without memory rows
         ("--norm", "tbbn(memory=own),tbbn(case=2),tbbn(total_variance=true)", "--train.epochs", "2"),
         ("--batch.forward", "separate", "--norm", "bn", "--batch.size", "5"),
         ("--train.keep", "best", "--data.validation", "0.2", "--train.epochs", "3", "--norm", "bn,tbbn"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 
-from tbbn.bench.engine.ranks import ALONE, is_launched, joined
+from tbbn.bench.engine.joining import is_launched, joined
+from tbbn.bench.engine.ranks import ALONE
 from tbbn.bench.runs.follow import follow
 from tbbn.bench.runs.interrupt import stop_on_signal
 

@@ -13,11 +13,9 @@ passes in eval mode are divided and gathered too. :class:`Ranks` is a process al
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,10 +24,7 @@ from torch import distributed as dist
 
 from tbbn.bench.data.types import Batch
 from tbbn.bench.models import Output
-from tbbn.errors import UserError
 from tbbn.nn.sync import Counts
-
-PATIENCE = timedelta(days=1)  # a rank may wait while another downloads data; torchrun notices a process that died
 
 
 class Share:
@@ -223,26 +218,3 @@ def _gather_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded)
     return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])
-
-
-def is_launched() -> bool:
-    """Whether a launcher such as torchrun started this process as one of several."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() and int(os.environ["WORLD_SIZE"]) > 1
-
-
-@contextmanager
-def joined() -> Iterator[ProcessRanks]:
-    """The ranks of this launch, joined for the length of a block; each on a GPU of its own where there are any."""
-    local, on_gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
-    if on_gpu and local >= torch.cuda.device_count():
-        raise UserError(
-            f"rank {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; start at most so many "
-            "processes, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on CPUs."
-        )
-    if on_gpu:
-        torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
-    try:
-        yield ProcessRanks()
-    finally:
-        dist.destroy_process_group()

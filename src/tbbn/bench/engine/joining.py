@@ -1,0 +1,69 @@
+"""Join the processes that a launcher such as torchrun has started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from tbbn.bench.engine.ranks import ProcessRanks
+from tbbn.errors import UserError
+
+PATIENCE = timedelta(days=1)  # a rank may wait while another downloads data; torchrun notices a process that died
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several that were started together."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() and int(os.environ["WORLD_SIZE"]) > 1
+
+
+@contextmanager
+def joined() -> Iterator[ProcessRanks]:
+    """The ranks of this launch, joined for the length of a block; each on a GPU of its own where there are any."""
+    local, on_gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
+    if on_gpu and local >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; start at most so many "
+            "processes, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on CPUs."
+        )
+    if on_gpu:
+        torch.cuda.set_device(local)
+    store, rank, size = next(dist.rendezvous("env://", timeout=PATIENCE))
+    store = dist.PrefixStore(_agreed_name(store, rank, size), store)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    try:
+        yield ProcessRanks()
+    finally:
+        dist.destroy_process_group()
+
+
+def _agreed_name(store: dist.Store, rank: int, size: int) -> str:
+    """A name that exactly the processes of this launch know.
+
+    After a restart torchrun gives the new processes the store of the old ones, with the addresses of the dead in it. So each rank
+    says hello with a word of its own, and rank 0 answers every word it sees with the name, until all have confirmed it.
+    """
+    word = secrets.token_hex(8)
+    if rank:
+        store.set(f"tbbn/hello/{rank}", word)
+        while True:
+            if store.check([f"tbbn/answer/{rank}"]):
+                heard, _, name = store.get(f"tbbn/answer/{rank}").decode().partition(" ")
+                if heard == word:
+                    store.add(f"tbbn/confirmed/{name}", 1)
+                    return name
+            time.sleep(0.02)
+    while store.add(f"tbbn/confirmed/{word}", 0) < size - 1:
+        for other in range(1, size):
+            if store.check([f"tbbn/hello/{other}"]):
+                heard = store.get(f"tbbn/hello/{other}").decode()
+                store.set(f"tbbn/answer/{other}", f"{heard} {word}")
+        time.sleep(0.02)
+    return word
