@@ -4,28 +4,57 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
-from tbbn.bench.report.groups import Group
+from tbbn.bench.engine.forecast import forecast
+from tbbn.bench.engine.record import Record
+from tbbn.bench.report.groups import Group, blocks
 from tbbn.bench.report.table import Table
+from tbbn.errors import UserError
 
 
 def cost_table(groups: Sequence[Group]) -> Table:
+    # A norm changes no steps.
+    steps_of = {block[0].apart_from_norm: _steps(block[0].drawn[:1]) for block in blocks(groups)}
     rows = []
     for group in groups:
-        drawn = group.drawn
-        if not drawn:
+        if not (drawn := group.drawn):
             continue
         seconds = statistics.fmean(record.seconds for record in drawn)
         epochs = statistics.fmean(len(record.history) for record in drawn)
-        each = f"{seconds / epochs:.2f}" if epochs else "-"
+        steps = steps_of[group.apart_from_norm]
         devices = dict.fromkeys(str(r.environment.get("gpu", r.environment.get("machine", "-"))) for r in drawn)
-        splits = drawn[0].splits
-        largest = f"{max(record.exemplars[-1] for record in drawn)}"
-        cells = (duration(seconds), f"{epochs:.0f}", each, str(max(splits, default=1)), largest, ", ".join(devices))
-        rows.append((group.label, *cells))
-    header = ("method + norm", "time a run", "epochs", "s an epoch", "largest r*", "exemplars", "device")
-    notes = ("Time of training and evaluation, mean over seeds. Runs that shared a device in lanes took longer each.",)
-    return Table(header, tuple(rows), notes, "l" + "r" * 5 + "l", "Cost of a run.")
+        rows.append(
+            (
+                group.label,
+                duration(seconds),
+                f"{epochs:.0f}",
+                f"{seconds / epochs:.2f}" if epochs else "-",
+                f"{1000 * seconds / steps:.2f}" if steps else "-",
+                str(max(drawn[0].splits, default=1)),
+                str(max(record.exemplars[-1] for record in drawn)),
+                ", ".join(devices),
+            )
+        )
+    header = ("method + norm", "time a run", "epochs", "s an epoch", "ms a step", "largest r*", "exemplars", "device")
+    notes = (
+        "Time of training, evaluation and choosing exemplars, mean over seeds. Runs that shared a device in lanes took longer "
+        "each. Steps are known where the data set is, and where a method has a single phase.",
+    )
+    return Table(header, tuple(rows), notes, "l" + "r" * 6 + "l", "Cost of a run.")
+
+
+def _steps(runs: Sequence[Record]) -> int:
+    """The steps of the first of these runs; 0 if they cannot be known."""
+    if not runs:
+        return 0
+    try:
+        found = forecast(replace(runs[0].run_config, device="cpu"))
+    except (UserError, OSError):  # its data set or a plugin is not here
+        return 0
+    # The forecast counts the main phase alone. A note says that it had to guess.
+    as_forecast = sum(task.epochs for task in found.tasks) == len(runs[0].history)
+    return found.all_steps if as_forecast and not found.note else 0
 
 
 def duration(seconds: float) -> str:

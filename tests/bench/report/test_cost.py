@@ -1,0 +1,77 @@
+"""What runs cost, and what differs between them besides their results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from records import record
+
+from tbbn.bench.engine.record import Record
+from tbbn.bench.report.cost import cost_table, duration
+from tbbn.bench.report.groups import groups
+from tbbn.bench.report.settings import common_table, differences_table, environment_table
+
+TWO = [[0.9], [0.5, 0.7]]
+
+
+def timed(seconds: float, epochs: int, **settings: Any) -> Record:
+    few = {"data__name": "synthetic:4x12x4x8", "memory__budget": 4, "batch__size": 32, "train__epochs": epochs // 2}
+    made = record(TWO, **few, **settings)
+    made.seconds, made.history = seconds, [{"task": t // 2, "phase": "train", "epoch": t % 2} for t in range(epochs)]
+    made.environment = {"machine": "x86_64", **({"gpu": "H200"} if seconds > 60 else {})}
+    made.splits = [1, 4]
+    return made
+
+
+def test_the_cost_is_the_mean_over_seeds() -> None:
+    runs = [timed(10, 4), timed(20, 4, seed=1), timed(90, 4, norm__name="tbbn")]
+    first, second = cost_table(groups(runs)).rows
+    # The 24 images of a task fit into a batch of 32, or into the 24 current rows of one: one step an epoch, 4 in all.
+    assert first == ("ft + bn", "15.0 s", "4", "3.75", "3750.00", "4", "8", "x86_64")
+    assert second[1:5] == ("1 min 30 s", "4", "22.50", "22500.00") and second[-1] == "H200"
+
+
+def test_steps_that_cannot_be_known_are_left_out() -> None:
+    with_later_phase, elsewhere = timed(10, 6), timed(10, 4)
+    with_later_phase.config["train"]["epochs"] = 2
+    elsewhere.config["data"]["name"] = "a-plugins-data"
+    for made in (with_later_phase, elsewhere):
+        (row,) = cost_table(groups([made])).rows
+        assert row[4] == "-"
+    assert cost_table(groups([record([], "failed")])).rows == ()
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0, 59.94, 60, 3599.4, 3600)] == [
+        "0.0 s",
+        "59.9 s",
+        "1 min 0 s",
+        "59 min 59 s",
+        "1 h 0 min",
+    ]
+
+
+def test_settings_that_differ_are_listed_with_the_runs_that_have_them() -> None:
+    methods = ("ft", "er", "lucir", "wa", "ssil", "bic")
+    runs = [record(TWO, method__name=m, norm__name=n) for m in methods for n in ("bn", "tbbn")]
+    runs.append(record(TWO, method__name="il2m", train__lr=0.5, seed=7, device="cpu", data__root="elsewhere"))
+    rows = differences_table(groups(runs)).rows
+    assert rows == (("train.lr", "0.5", "il2m"), ("", "0.05", "the other 6"))
+    shared = dict(common_table(groups(runs)).rows)
+    assert shared["data.name"] == "digits" and "train.lr" not in shared
+    assert not {"seed", "device", "data.root", "method.name", "data.class_order_seed"} & set(shared)
+
+
+def test_environments_are_counted() -> None:
+    one, other, third = (record(TWO, seed=seed) for seed in range(3))
+    one.environment = {"torch": "2.9", "gpu": "H200"}
+    other.environment = third.environment = {"torch": "2.8"}
+    third.plugins = [{"name": "mine", "version": "1.0", "brings": ["norm x"]}]
+    assert environment_table([one, other, third]).rows == (
+        ("torch", "2.9", "1"),
+        ("torch", "2.8", "2"),
+        ("gpu", "H200", "1"),
+        ("gpu", "-", "2"),
+        ("plugins", "-", "2"),
+        ("plugins", "plugin mine 1.0: norm x", "1"),
+    )
