@@ -185,6 +185,24 @@ def test_two_layouts_before_one_backward(norm, use_reentrant):
         torch.testing.assert_close(a, b)
 
 
+@quiet
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_two_layouts_of_the_same_current_images_are_told_apart_by_the_last_memory_row(use_reentrant):
+    found = []
+    for recompute in (False, True):
+        model, first, second = network(), images(1), images(1)
+        second[-1] += 1
+        first.requires_grad_(), second.requires_grad_()
+        total = 0
+        for layout, x in ((EIGHT, first), (SIX, second)):
+            with tbbn.balance(model, **layout):
+                total = total + (checkpointed(model, x, use_reentrant) if recompute else model(x)).pow(2).sum()
+        total.backward()
+        found.append([first.grad, second.grad])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_two_layouts_of_the_same_images_are_refused(use_reentrant):
     model, x = network(), images().requires_grad_()
