@@ -107,6 +107,7 @@ def in_child(tests: list[str], limit: float, plugin: Watcher | None = None, resu
     if pid == 0:
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.chdir(TREE)
             log = os.open(WORK / "last.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
@@ -124,11 +125,15 @@ def in_child(tests: list[str], limit: float, plugin: Watcher | None = None, resu
             code = FAILED
         os._exit(code)
     deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
+    try:
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+    except BaseException:  # stopped by a signal
+        os.killpg(pid, signal.SIGKILL)
+        raise
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return TIMEOUT
@@ -251,6 +256,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="tests per mutant, in its area and in the others")
     parser.add_argument("--again", action="store_true", help="try those that survived once more")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; call again to go on."))  # and put the file back
     deadline = time.monotonic() + 60 * arguments.minutes
     TREE.mkdir(parents=True, exist_ok=True)
     copy_tree()
