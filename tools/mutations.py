@@ -14,6 +14,7 @@ SWAPS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
     ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
+QUIET_KEYWORDS = (None, "strict", "non_blocking")
 QUIET = {"cpu", "cuda", "contiguous", "detach", "pin_memory", "record", "warn", "debug", "info", "print"}  # on a CPU
 
 
@@ -62,7 +63,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Slice(None, None, step)
         case ast.Call(function, arguments, keywords):
             for i, keyword in enumerate(keywords):
-                if keyword.arg not in (None, "strict"):
+                if keyword.arg not in QUIET_KEYWORDS:
                     yield ast.Call(function, arguments, keywords[:i] + keywords[i + 1 :])
             for i, argument in enumerate(arguments):
                 match argument:
@@ -89,7 +90,7 @@ def is_quiet(node: ast.AST) -> bool:
     match node:
         case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom() | ast.AnnAssign(value=None):
             return True
-        case ast.Expr(ast.Constant()) | ast.keyword(arg="strict"):
+        case ast.Expr(ast.Constant()) | ast.keyword(arg="strict" | "non_blocking"):
             return True
         case ast.Assign([ast.Name(id=name)]) if name == "__all__" or (name[:1].isupper() and name[1:2].islower()):
             return True  # a type
