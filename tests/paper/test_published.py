@@ -80,6 +80,7 @@ def test_only_runs_of_the_table_count_and_each_once() -> None:
 
 def test_only_tables_and_rows_of_which_there_are_runs_stand_beside_them() -> None:
     assert beside([]) == [] and beside([run_of("bn", 0, 0.3, **{"train.keep": "last"})]) == []
+    assert beside([run_of("weighted", 0, 0.3)]) == [], "the paper has no such row"
     tables = beside([run_of("cn", 0, 0.3), run_of("bn", 0, 0.3)])
     assert [table.caption[:8] for table in tables] == ["Table 1:", "Table 2:", "Ablation"]
     assert [[row[0] for row in table.rows] for table in tables] == [["ft + bn", "ft + cn"]] * 2 + [["ft + bn"]]

@@ -33,6 +33,7 @@ _IDENTITY = (
     "protocol", "backbone", "method.", "norm.", "data.name", "data.tasks", "data.base_classes", "data.online",
     "train.epochs", "train.keep",
 )  # fmt: skip
+_OURS = " (ours)"  # a row that the paper does not have
 _WHERE = ("seed", "device", "threads", "plugins", "data.root", "data.download", "data.stream", "save.tasks")
 
 
@@ -95,14 +96,14 @@ def find_tables(name: str, data: str | None = None) -> list[PaperTable]:
 
 
 def beside(records: Sequence[Record]) -> list[Table]:
-    """The tables of the paper, each with the rows that some of these records repeat."""
+    """The tables of the paper of which these records repeat a row, each with the rows that there are records of."""
     names = {record.run_config.data.name for record in records}
     tables = []
     for table in paper_tables():
         layers, _ = table.layers()
         if resolve(*layers).data.name in names:
-            rows = compare(table, records, missing=False)
-            tables += [rows] if rows.rows else []
+            found = compare(table, records, missing=False)
+            tables += [found] if any(not row[0].endswith(_OURS) for row in found.rows) else []
     return tables
 
 
@@ -128,7 +129,7 @@ def compare(
     cells = []
     for (method, norm), members in ours.items():
         printed = table.rows.get((method, norm))
-        row = [f"{method} + {norm}" + ("" if printed else " (ours)"), str(len(members))]
+        row = [f"{method} + {norm}" + ("" if printed else _OURS), str(len(members))]
         for number, column in enumerate(table.columns):
             row += _cells(printed[number] if printed else None, [100 * r.metrics[METRICS[column]] for r in members])
         cells.append(tuple(row))

@@ -14,6 +14,8 @@ from records import record
 
 from tbbn.bench.engine.record import Record
 from tbbn.bench.report.figures import Panel
+from tbbn.bench.report.groups import groups
+from tbbn.bench.report.matrices import matrix_panels
 from tbbn.bench.report.page import Section, html, sections, write_files
 from tbbn.bench.report.svg import inline_svg
 from tbbn.bench.report.table import Table
@@ -172,6 +174,12 @@ def test_without_jinja2_one_line_says_what_to_install(monkeypatch: pytest.Monkey
 def test_text_of_a_figure_is_text() -> None:
     picture = inline_svg(Panel("a < b & $c$", lambda axes: axes.plot([0, 1], label="x")), "n")
     assert "a &lt; b &amp; $c$</text>" in picture and 'aria-label="a &lt; b &amp; $c$"' in picture
+
+
+def test_a_heat_map_of_many_tasks_has_a_scale_and_no_raster() -> None:
+    (panel,) = matrix_panels(groups([record([[0.5] * (t + 1) for t in range(13)])]))
+    picture = inline_svg(panel, "n")
+    assert "<image" not in picture and ">100</text>" in picture and ">50</text>" in picture
 
 
 # Elements that reach beyond the window, and text of figures that is cut off.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -14,9 +15,10 @@ from tbbn.bench.report.groups import Group, blocks
 from tbbn.bench.report.pairs import Pair
 
 FEW = 5  # more curves than this are not told apart in one panel
+ALONE = 4.4, 3.2  # inches of a panel that has the figure for itself
+GREY = "#7F7F7F"
 Numbers = Callable[[Matrix], list[float]]  # of a run: one after each task, in percent
 Limits = tuple[float, float]
-ALONE = 4.4, 3.2  # inches of a panel that has the figure for itself
 
 
 def accuracy_after(accuracy: Matrix) -> list[float]:
@@ -29,6 +31,38 @@ def forgetting_after(accuracy: Matrix) -> list[float]:
     return [100 * forgetting(accuracy[: t + 1], paper=False) for t in range(1, len(accuracy))]
 
 
+@dataclass(frozen=True)
+class Curve:
+    """A line over the tasks, and the band around it."""
+
+    label: str
+    look: dict[str, Any]
+    first: int  # the task it begins with
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+    def draw(self, axes: Any) -> None:
+        tasks = range(self.first, self.first + len(self.mean))
+        every = 1 + len(self.mean) // 12  # more markers would hide the line's style
+        axes.plot(tasks, self.mean, label=literal(self.label), markevery=every, **self.look)
+        if self.low != self.mean:
+            axes.fill_between(tasks, self.low, self.high, color=self.look["color"], alpha=0.15, linewidth=0)
+
+
+def _curve(
+    name: str, columns: Sequence[Sequence[float]], half: Callable[[Sequence[float]], float], limits: Limits,
+    look: dict[str, Any], first: int,
+) -> Curve:  # fmt: skip
+    """The curve of numbers in columns: one for each task, with a number for each seed. Its band is inside the limits."""
+    seeds = len(columns[0])
+    mean = list(map(statistics.fmean, columns))
+    halves = [half(column) if seeds > 1 else 0.0 for column in columns]
+    low = [max(limits[0], m - h) for m, h in zip(mean, halves, strict=True)]
+    high = [min(limits[1], m + h) for m, h in zip(mean, halves, strict=True)]
+    return Curve(f"{name} ({'1 seed' if seeds == 1 else f'{seeds} seeds'})", look, first, mean, low, high)
+
+
 def accuracy_panels(groups: Sequence[Group]) -> list[Panel]:
     """Mean accuracy over the tasks seen so far. A band shows ± one standard deviation over seeds."""
     return _panels(groups, accuracy_after, "mean accuracy (%)", (0, 100), first=1)
@@ -36,110 +70,74 @@ def accuracy_panels(groups: Sequence[Group]) -> list[Panel]:
 
 def forgetting_panels(groups: Sequence[Group]) -> list[Panel]:
     """Forgetting (F) of the tasks learnt so far. A band shows ± one standard deviation over seeds."""
-    longer = [group for group in groups if any(len(record.accuracy) > 1 for record in group.drawn)]
-    return _panels(longer, forgetting_after, "forgetting F (points)", (-100, 100), first=2)
+    return _panels(groups, forgetting_after, "forgetting F (points)", (-100, 100), first=2)
 
 
 def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limits, first: int) -> list[Panel]:
     """One panel for few curves. For many one for each method, or for each norm beside the first where those are many too."""
-    shown = [group for group in groups if group.drawn]
-    if not shown:
-        return []
-    look = Look(shown)
-    draw = partial(_draw, look=look, numbers=numbers, ylabel=ylabel, limits=limits, first=first)
-    if len(shown) <= FEW:
+    look = Look(groups)
+    curves = {}
+    for group in groups:
+        runs = [numbers(record.accuracy) for record in group.drawn]
+        if columns := list(zip(*runs, strict=False)):
+            curves[group.label] = _curve(group.norm, columns, statistics.stdev, limits, look.of(group), first)
+    shown = [group for group in groups if group.label in curves]
+    draw = partial(_draw, ylabel=ylabel, reach=_reach(list(curves.values()), limits))
+    if 0 < len(shown) <= FEW:
+        named = [replace(c, label=f"{g.label}{c.label.removeprefix(g.norm)}") for g in shown for c in [curves[g.label]]]
         data = ", ".join(dict.fromkeys(group.config.data.name for group in shown))
-        return [Panel(data, partial(draw, groups=shown), *ALONE)]
-    reach = _reach(shown, numbers, limits)
+        return [Panel(data, partial(draw, curves=named), *ALONE)]
     panels = []
     for block in blocks(shown):
+        own = [curves[group.label] for group in block]
         if len(block) <= FEW:
-            panels.append(Panel(block[0].setup, partial(draw, groups=block, reach=reach, name="norm")))
-            continue
-        base, *others = block
-        for group in others:
-            panels.append(Panel(group.label, partial(draw, groups=[base, group], reach=reach, name="norm")))
+            panels.append(Panel(block[0].setup, partial(draw, curves=own)))
+        else:
+            base = replace(own[0], look={**own[0].look, "color": GREY})
+            panels += [Panel(g.label, partial(draw, curves=[base, c])) for g, c in zip(block[1:], own[1:], strict=True)]
     return panels
 
 
-def _draw(
-    axes: Any, groups: Sequence[Group], look: Look, numbers: Numbers, ylabel: str, limits: Limits, first: int,
-    reach: Limits | None = None, name: str = "label",
-) -> None:  # fmt: skip
-    for group in groups:
-        curves = [numbers(record.accuracy) for record in group.drawn]
-        seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
-        draw_curve(axes, curves, f"{getattr(group, name)} ({seeds})", look.of(group), limits, first)
-    finish(axes, ylabel)
-    if reach is not None:  # the same in all panels, so that they can be compared
-        axes.set_ylim(*reach)
+def gain_panels(pairs: Sequence[Pair]) -> list[Panel]:
+    """What norms gain in mean accuracy over another, seed by seed. A band shows ± one standard error."""
+    look = Look([pair.other for pair in pairs])
+    together: dict[str, list[Curve]] = {}
+    for pair in pairs:
+        columns = pair.differences(accuracy_after)
+        curve = _curve(pair.other.norm, columns, _standard_error, (-100, 100), look.of(pair.other), 1)
+        together.setdefault(pair.base.label, []).append(curve)
+    reach = _reach([curve for curves in together.values() for curve in curves], (-100, 100))
+    draw = partial(_draw, ylabel="difference (points)", reach=reach, zero=True)
+    panels = []
+    for base, curves in together.items():
+        for some in [curves] if len(curves) <= FEW else [[curve] for curve in curves]:
+            panels.append(Panel(f"gain over {base}", partial(draw, curves=some)))
+    return panels
 
 
-def _reach(groups: Sequence[Group], numbers: Numbers, limits: Limits) -> Limits:
-    """The range that holds all curves and some air."""
-    values = [value for group in groups for record in group.drawn for value in numbers(record.accuracy)] or [0.0]
-    air = 0.06 * (max(values) - min(values)) + 1
-    return max(limits[0], min(values) - air), min(limits[1], max(values) + air)
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / sqrt(len(values))
 
 
-def draw_curve(
-    axes: Any, curves: Sequence[Sequence[float]], label: str, look: dict[str, Any], limits: Limits, first: int
-) -> None:
-    """The mean of the curves, and where there are several a band of one standard deviation, inside the limits."""
-    length = min(map(len, curves))
-    tasks = range(first, first + length)
-    columns = [[curve[t] for curve in curves] for t in range(length)]
-    mean = list(map(statistics.fmean, columns))
-    axes.plot(tasks, mean, label=literal(label), **look)
-    if len(curves) > 1:
-        draw_band(axes, tasks, mean, list(map(statistics.stdev, columns)), look["color"], limits)
+def _reach(curves: Sequence[Curve], limits: Limits) -> Limits:
+    """The range that holds all curves with their bands, and some air: the same for all panels, so they can be compared."""
+    low = min((value for curve in curves for value in curve.low), default=0.0)
+    high = max((value for curve in curves for value in curve.high), default=0.0)
+    air = 0.05 * (high - low) + 0.5
+    return max(limits[0] - 1, low - air), min(limits[1] + 1, high + air)
 
 
-def draw_band(
-    axes: Any, tasks: range, mean: Sequence[float], half: Sequence[float], colour: str, limits: Limits
-) -> None:
-    low = [max(limits[0], m - h) for m, h in zip(mean, half, strict=True)]
-    high = [min(limits[1], m + h) for m, h in zip(mean, half, strict=True)]
-    axes.fill_between(tasks, low, high, color=colour, alpha=0.15, linewidth=0)
-
-
-def finish(axes: Any, ylabel: str) -> None:
+def _draw(axes: Any, curves: Sequence[Curve], ylabel: str, reach: Limits, zero: bool = False) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    if zero:
+        axes.axhline(0, linewidth=0.8, color=axes.spines["left"].get_edgecolor())
+    for curve in curves:
+        curve.draw(axes)
+    axes.set_ylim(*reach)
     axes.set_xlabel("tasks learnt", fontsize=8)
     axes.set_ylabel(ylabel, fontsize=8)
     axes.tick_params(labelsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=7, handlelength=3.2)
-
-
-def gain_panels(pairs: Sequence[Pair]) -> list[Panel]:
-    """What norms gain in mean accuracy over another, seed by seed. A band shows ± one standard error."""
-    look = Look([pair.other for pair in pairs])
-    means = [statistics.fmean(column) for pair in pairs for column in pair.differences(accuracy_after)] or [0.0]
-    reach = min(means) - 1, max(means) + 1
-    together: dict[str, list[Pair]] = {}
-    for pair in pairs:
-        together.setdefault(pair.base.label, []).append(pair)
-    panels = []
-    for base, members in together.items():
-        for some in [members] if len(members) <= FEW else [[pair] for pair in members]:
-            panels.append(Panel(f"gain over {base}", partial(_draw_gains, pairs=some, look=look, reach=reach)))
-    return panels
-
-
-def _draw_gains(axes: Any, pairs: Sequence[Pair], look: Look, reach: Limits) -> None:
-    axes.axhline(0, linewidth=0.8, color=axes.spines["left"].get_edgecolor())
-    for pair in pairs:
-        columns = pair.differences(accuracy_after)
-        tasks = range(1, len(columns) + 1)
-        mean = list(map(statistics.fmean, columns))
-        style = look.of(pair.other)
-        n = len(pair.seeds)
-        axes.plot(tasks, mean, label=literal(f"{pair.other.norm} ({'1 seed' if n == 1 else f'{n} seeds'})"), **style)
-        if n > 1:
-            half = [statistics.stdev(column) / sqrt(n) for column in columns]
-            draw_band(axes, tasks, mean, half, style["color"], (-100, 100))
-    finish(axes, "difference (points)")
-    axes.set_ylim(*reach)

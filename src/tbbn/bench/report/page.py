@@ -71,7 +71,7 @@ def sections(runs: Runs, metrics: Sequence[str] = (), after_results: Sequence[Se
             panels=tuple(matrix_panels(found)),
         ),
         Section(
-            "errors", "Error types", "Wrong predictions after the last task, from the true to the predicted class.",
+            "errors", "Error types", "",
             (errors_table(found),), tuple(errors_panels(found)),
         ),
         Section("cost", "Cost", "", (cost_table(found),)),

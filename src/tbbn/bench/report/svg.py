@@ -31,8 +31,15 @@ def inline_svg(panel: Panel, name: str) -> str:
         root.remove(unwanted)
     for element in root.iter():
         _adapt(element, name)
-    del root.attrib["width"], root.attrib["height"]  # as wide as its place in the page
-    root.attrib |= {"role": "img", "aria-label": printable(panel.title)}
+    del (
+        root.attrib["width"],
+        root.attrib["height"],
+    )  # as wide as its place in the page, and no wider than is good to read
+    root.attrib |= {
+        "role": "img",
+        "aria-label": printable(panel.title),
+        "style": f"max-width: {7.5 * panel.width:.0f}rem",
+    }
     ElementTree.register_namespace("", _SVG)
     return ElementTree.tostring(root, encoding="unicode")
 
@@ -44,7 +51,7 @@ def _adapt(element: ElementTree.Element, name: str) -> None:
     for key, value in element.attrib.items():
         if key == "id":
             element.attrib[key] = f"{name}-{value}"
-        elif key == "href":
-            element.attrib[key] = f"#{name}-{value.removeprefix('#')}"
+        elif key == "href" and value.startswith("#"):
+            element.attrib[key] = f"#{name}-{value[1:]}"
         else:
             element.attrib[key] = re.sub(r"url\(#", f"url(#{name}-", value).replace(_INK, "currentColor")
