@@ -165,7 +165,7 @@ def test_eeil_s_unbalanced_phase_has_the_steps_of_the_paper_s_code() -> None:
     run.network.grow(10)
     kept = torch.cat([first.train[run.scenario.train_labels[first.train] == c][:200] for c in range(10)])
     run.memory.index, run.memory.labels = kept, run.scenario.train_labels[kept]
-    context = run._context(second)
+    context = run.context(second)
     assert run.method.phases(context)[1].rows == "oversampled"
     blocks = context.draw(context.phase_rows("oversampled"), "balanced", 0)
     assert sum(block.steps for block in blocks) == 177
@@ -180,7 +180,7 @@ def test_joint_training_validates_on_all_tasks_so_far() -> None:
         run = Run(tiny(method__name=name, **settings))
         run.network.grow(2)
         run.network.grow(2)
-        context = run._context(run.scenario.tasks[1])
+        context = run.context(run.scenario.tasks[1])
         rows = [row for t in tasks for row in run.scenario.tasks[t].validation.tolist()]
         assert context.validation_rows().tolist() == rows and len(rows) == 6 * len(tasks)
         logits = context.outputs(torch.tensor(rows)).logits.double().log_softmax(1)
@@ -192,7 +192,7 @@ def test_whole_validation_batches_leave_the_last_class_out() -> None:
     """The paper's code on CIFAR-100: 50 images of each of ten classes in batches of 64 are 448 of 500."""
     data = {"data.name": "synthetic:20x500x1x8", "data.tasks": 2, "protocol": "paper"}
     run = Run(resolve(("test", {**data, "quirks": ["whole-validation-batches"]})))
-    rows = run._context(run.scenario.tasks[1]).validation_rows()
+    rows = run.context(run.scenario.tasks[1]).validation_rows()
     counts = Counter(run.scenario.train_labels[rows].tolist())
     assert len(rows) == 448 and [counts[c] for c in range(10, 20)] == [50] * 8 + [48, 0]
     with pytest.raises(UserError, match=r"6 validation images, fewer than a batch of 8, are left in task 1"):
@@ -247,7 +247,7 @@ def test_afc_s_importance_pass_moves_only_running_statistics_and_only_where_aske
 
 def test_the_mirror_image_of_a_row_is_forwarded_where_a_method_asks_for_it() -> None:
     run = finish(tiny(data__stop_after=1))
-    context, rows = run._context(run.scenario.tasks[0]), run.scenario.tasks[0].train[:5]
+    context, rows = run.context(run.scenario.tasks[0]), run.scenario.tasks[0].train[:5]
     plain = context.outputs(rows, flip=True).features
     run.train_data.images[rows] = run.train_data.images[rows].flip(3)
     torch.testing.assert_close(context.outputs(rows).features, plain, rtol=0, atol=0)

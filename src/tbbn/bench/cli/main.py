@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tbbn.bench.cli import data, demo, inspect, report, reproduce, speed, train, verify
+from tbbn.bench.cli import analyse, data, demo, inspect, report, reproduce, speed, train, verify
 from tbbn.bench.cli.common import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -26,7 +26,7 @@ from tbbn.errors import UserError, printable, unknown_name
 from tbbn.plugins import failure, load_plugin
 
 _LONGEST = 4000  # characters of an error
-MODULES = (demo, train, reproduce, inspect, report, verify, data, speed)  # in the order of the help
+MODULES = (demo, train, reproduce, inspect, report, analyse, verify, data, speed)  # in the order of the help
 
 
 class Parser(argparse.ArgumentParser):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FIGURES = {  # the table whose runs a figure shows
     "fig-toy": "",
+    "fig-oracle": "",
     "fig-curves": "table2",
     "fig-errors": "table1",
 }
@@ -60,7 +61,13 @@ def _reproduce(args: argparse.Namespace) -> int:
     if args.name not in FIGURES and args.name not in _table_names():
         raise unknown_name("table or figure", args.name, [*_table_names(), *FIGURES])
     code = 0
-    for table in find_tables(FIGURES.get(args.name) or args.name, args.data):
+    if args.name == "fig-oracle":
+        from tbbn.paper.oracle import oracle_table
+
+        tables = [oracle_table(args.data)]
+    else:
+        tables = find_tables(FIGURES.get(args.name) or args.name, args.data)
+    for table in tables:
         given = _settings(table, args)
         runs, folder, recipe = _runs(table, args, given)
         if args.records:
@@ -70,7 +77,11 @@ def _reproduce(args: argparse.Namespace) -> int:
             if args.dry_run:
                 continue
             code, records = train(runs, args, recipe=recipe)
-        _show(args, table, records, folder, given)
+        if args.name == "fig-oracle":
+            folders = run_folders(args.records) if args.records else [run.directory for run in runs]
+            _oracle(args, folders, folder)
+        else:
+            _show(args, table, records, folder, given)
     return code
 
 
@@ -136,13 +147,32 @@ def _show(
     from tbbn.paper.figures import draw
     from tbbn.paper.published import compare
 
-    stamp = f"SCALE {args.scale:g}: a fraction of the epochs; not the paper's experiment. " if args.scale != 1 else ""
+    stamp = _stamp(args)
     if args.name in FIGURES:
         folder.mkdir(parents=True, exist_ok=True)
         print(stamp + printable(str(draw(args.name, records, folder / f"{args.name}.png", title=stamp))))
         return
     print(f"{stamp}{table.title}\n")
     print(compare(table, records, given).render(args.format) + "\n")
+
+
+def _stamp(args: argparse.Namespace) -> str:
+    return f"SCALE {args.scale:g}: a fraction of the epochs; not the paper's experiment. " if args.scale != 1 else ""
+
+
+def _oracle(args: argparse.Namespace, folders: list[Path], out: Path) -> None:
+    from tbbn.paper import oracle
+
+    title = f"{_stamp(args)}{oracle.title(folders[0])}"
+    seeds = []
+    for seed, (fine_tuned, joint) in oracle.pairs(folders).items():
+        if not args.quiet:
+            print(f"seed {seed}: new statistics, then new affine parameters, from all training data", file=sys.stderr)
+        seeds.append(oracle.oracle(fine_tuned, joint))
+    out.mkdir(parents=True, exist_ok=True)
+    picture = oracle.figure(seeds, out / "fig-oracle.png", title)
+    print(oracle.accuracy_table(seeds, title).render(args.format) + "\n")
+    print(printable(f"figure: {picture}"))
 
 
 def _toy(out: Path) -> int:

@@ -77,14 +77,14 @@ def _add_run_options(run: argparse.ArgumentParser, lanes: str) -> None:
 def _run(args: argparse.Namespace) -> int:
     from tbbn.bench.runs.pending import check_folders
 
-    runs, folder, recipe = _requested_runs(args)
+    runs, folder, recipe = requested_runs(args)
     if args.dry_run:
         return _dry_run(runs, args.json)
     check_folders(runs)
     return _train(runs, folder, args, overwrite=args.overwrite, recipe=recipe)
 
 
-def _requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, str]:
+def requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, str]:
     """The runs asked for, the folder that holds them, and a recipe of them."""
     from tbbn.bench.runs.pending import expand
     from tbbn.bench.runs.recipe import Axes, parse_seeds, read_recipe, recipe_text, split_names

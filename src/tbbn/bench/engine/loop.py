@@ -126,7 +126,7 @@ class Run:
 
     def _learn(self, task: Task) -> Iterator[Event]:
         started = time.perf_counter()
-        context = self._context(task)
+        context = self.context(task)
         is_resumed = self.position != Position(task.number)
         if not is_resumed:
             self.network.grow(len(task.classes), seeds.generator(self.config.seed, "head", task.number))
@@ -159,7 +159,8 @@ class Run:
         self.position = Position(task.number + 1)
         yield TaskEnded(task.number, self.record.accuracy[-1], len(self.memory))
 
-    def _context(self, task: Task) -> EngineTaskContext:
+    def context(self, task: Task) -> EngineTaskContext:
+        """The task as a method sees it, with the network and the memory as they are now."""
         return EngineTaskContext(
             task=task,
             network=self.network,

@@ -1,0 +1,153 @@
+"""Drift of running statistics: how far each norm's are from those of all tasks in equal parts, layer by layer.
+
+The population of a layer is its input over the training images of every task so far, without augmentation, the network in eval
+mode. Each task counts the same. ``newest`` says how much of the newest task a layer's mean holds: 1/t if it is balanced, 1 if
+it is the newest task's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tbbn.bench.data.device import DeviceDataset
+from tbbn.bench.engine.forward import evaluation_pass
+from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.torch_settings import torch_settings
+from tbbn.bench.models import Network
+from tbbn.bench.report.tables import Table
+from tbbn.errors import UserError
+from tbbn.nn.comparison import ContinualNorm
+
+
+@dataclass(frozen=True)
+class LayerDrift:
+    """A layer's running statistics against the population's."""
+
+    layer: str
+    mean: float  # mean over channels of |running mean - population's|, in standard deviations of the population
+    std: float  # mean over channels of |running std / population's std - 1|
+    newest: float  # weight of the newest task that explains the running mean best, the rest shared by the past tasks
+
+
+@dataclass
+class Moments:
+    """Sums over the values of each channel, in float64."""
+
+    count: int = 0
+    total: Tensor = field(default_factory=lambda: torch.zeros(()))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def add(self, x: Tensor) -> None:
+        values = x.detach().double().transpose(0, 1).flatten(1)  # (C, values)
+        self.count += values.shape[1]
+        self.total = self.total.to(values.device) + values.sum(1)
+        self.squares = self.squares.to(values.device) + values.square().sum(1)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.count
+
+    @property
+    def second(self) -> Tensor:
+        return self.squares / self.count
+
+
+def drift(run: Run, images: int = 0) -> list[LayerDrift]:
+    """The drift of every layer of a run's network, over the tasks that it has learnt.
+
+    ``images`` limits the training images of each task, evenly spaced; 0 takes all.
+    """
+    tasks = [task.train for task in run.scenario.tasks[: len(run.network.task_sizes)]]
+    tasks = [rows[:: max(1, -(-len(rows) // images))] if images else rows for rows in tasks]
+    with torch_settings(run.config, run.device):
+        found = layer_moments(run.network, run.train_data, tasks, run.config.batch.evaluation, run.config.precision)
+    layers = dict(run.network.named_modules())
+    return [_compare(name, layers[name], moments) for name, moments in found.items()]
+
+
+def layer_moments(
+    network: Network, data: DeviceDataset, tasks: Sequence[Tensor], batch_size: int, precision: str
+) -> dict[str, list[Moments]]:
+    """For each layer with running statistics, the moments of its input in each task, given by its training rows."""
+    names = [
+        name for name, layer in network.named_modules() if isinstance(getattr(layer, "running_mean", None), Tensor)
+    ]
+    if not names:
+        raise UserError("drift: this network has no running statistics.")
+    found: dict[str, list[Moments]] = {name: [] for name in names}
+    for rows in tasks:
+        for moments in found.values():
+            moments.append(Moments())
+        with _watched(network, {name: moments[-1] for name, moments in found.items()}):
+            for _ in evaluation_pass(network, data, rows, batch_size, precision, lambda output: None):
+                pass
+    return found
+
+
+@contextmanager
+def _watched(network: nn.Module, found: dict[str, Moments]) -> Iterator[None]:
+    """Add the input of each layer to its moments."""
+    layers = dict(network.named_modules())
+
+    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+        def see(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = inputs[0]
+            if isinstance(layer, ContinualNorm):  # its running statistics are those of the group norm's output
+                x = F.group_norm(x, layer.groups, eps=layer.eps)
+            found[name].add(x)
+
+        return layers[name].register_forward_pre_hook(see)
+
+    handles = [watch(name) for name in found]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _compare(name: str, layer: nn.Module, tasks: Sequence[Moments]) -> LayerDrift:
+    running_mean, running_var = layer.get_buffer("running_mean").double(), layer.get_buffer("running_var").double()
+    means = torch.stack([moments.mean for moments in tasks])
+    mean = means.mean(0)
+    var = torch.stack([moments.second for moments in tasks]).mean(0) - mean.square()
+    std = var.clamp_min(torch.finfo(var.dtype).eps).sqrt()
+    newest = 1.0
+    if len(tasks) > 1:
+        past = means[:-1].mean(0)
+        towards, moved = (means[-1] - past) / std, (running_mean - past) / std
+        newest = float((towards * moved).sum() / towards.square().sum())
+    off = ((running_mean - mean).abs() / std).mean()
+    wide = (running_var.sqrt() / std - 1).abs().mean()
+    return LayerDrift(name, float(off), float(wide), newest)
+
+
+def drift_table(labels: Sequence[str], drifts: Sequence[Sequence[LayerDrift]]) -> Table:
+    """A row for each layer, three columns for each run."""
+    rows = [
+        (
+            same[0].layer,
+            *(cell for d in same for cell in (f"{d.mean:.3f}", f"{100 * d.std:.1f}", f"{100 * d.newest:.1f}")),
+        )
+        for same in zip(*drifts, strict=True)
+    ]
+    averages = [
+        f"{scale * sum(getattr(d, key) for d in layers) / len(layers):{form}}"
+        for layers in drifts
+        for key, scale, form in (("mean", 1, ".3f"), ("std", 100, ".1f"), ("newest", 100, ".1f"))
+    ]
+    header = (
+        "layer",
+        *(cell for label in labels for cell in (f"{label}: mean off, sd", "std off, %", "newest task, %")),
+    )
+    notes = (
+        "mean off, std off: running statistics against those of all tasks in equal parts, mean over channels.",
+        "newest task: its weight in the running mean; the past tasks share the rest.",
+    )
+    return Table(header, (*rows, ("all layers", *averages)), notes)

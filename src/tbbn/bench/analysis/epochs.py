@@ -1,0 +1,141 @@
+"""The choice of epoch: what every epoch of a run would have scored, and which one each rule would have kept.
+
+The run trains as it always does. After each epoch its network is also evaluated. A rule is applied to one task at a time: the
+next task starts from the epoch that the run's own setting, ``train.keep``, keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tbbn.bench.config import RunConfig
+from tbbn.bench.engine import loop
+from tbbn.bench.engine.evaluate import evaluate
+from tbbn.bench.engine.events import EpochEnded, Event
+from tbbn.bench.engine.forward import evaluation_pass
+from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.setup import method_of
+from tbbn.bench.methods import Method
+from tbbn.bench.report.tables import Table
+from tbbn.errors import UserError
+
+RULES: dict[str, Callable[[Sequence[EpochScore]], EpochScore]] = {
+    "last": lambda epochs: epochs[-1],
+    "best on the new task": lambda epochs: min(epochs, key=lambda score: score.new_loss),
+    "best on all tasks": lambda epochs: min(epochs, key=lambda score: score.all_loss),
+}
+
+
+@dataclass(frozen=True)
+class EpochScore:
+    """What the network scores after an epoch of a phase; all numbers from 0."""
+
+    task: int
+    phase: str
+    epoch: int
+    lr: float
+    accuracy: tuple[float, ...]  # of each task so far, on test images
+    new_loss: float  # cross-entropy on the new task's validation rows: what train.keep = "best" minimises
+    all_loss: float  # on the validation rows of all tasks so far
+
+    @property
+    def past(self) -> float:
+        """Mean accuracy over the past tasks; nan in the first task."""
+        return fmean(self.accuracy[:-1]) if self.task else float("nan")
+
+    @property
+    def new(self) -> float:
+        return self.accuracy[-1]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.accuracy)
+
+    def tree(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def score_epochs(config: RunConfig, on_event: Callable[[Event], None] | None = None) -> list[EpochScore]:
+    """Train a run without saving it, and score its network after every epoch."""
+    if not config.data.validation:
+        raise UserError(
+            "epochs: rules choose by validation rows, and data.validation is 0; set it to 0.1, for example."
+        )
+    if type(method_of(config)).predict is not Method.predict:
+        raise UserError(
+            f"epochs: {config.method.name} predicts with what it computes after training, so no epoch has a score."
+        )
+    scores: list[EpochScore] = []
+
+    def drive(run: Run) -> Any:
+        for event in run.events():
+            if isinstance(event, EpochEnded):
+                scores.append(_score(run, event))
+            yield event
+
+    record = loop.run(config, on_event=on_event, drive=drive)
+    if record.status != "finished":
+        raise UserError(f"epochs: the run {record.status}: {record.message}")
+    return scores
+
+
+def _score(run: Run, event: EpochEnded) -> EpochScore:
+    task = run.scenario.tasks[event.position.task]
+    was_training = run.network.training
+    run.network.eval()
+    result = evaluate(task, run.config, run.scenario, run.method, run.network, run.test_data)
+    new = _loss(run, task.validation)
+    both = _loss(run, torch.cat([seen.validation for seen in run.scenario.tasks[: task.number + 1]]))
+    run.network.train(was_training)
+    lr = float(run.record.history[-1]["lr"])
+    return EpochScore(task.number, event.phase, event.position.epoch, lr, tuple(result.accuracy), new, both)
+
+
+def _loss(run: Run, rows: Tensor) -> float:
+    """Cross-entropy over all classes so far."""
+    size, precision = run.config.batch.evaluation, run.config.precision
+    logits = torch.cat(
+        list(evaluation_pass(run.network, run.train_data, rows, size, precision, lambda output: output.logits.float()))
+    )
+    labels = run.train_data.labels[rows.to(run.train_data.labels.device)]
+    return F.cross_entropy(logits, labels).item()
+
+
+def kept_by(scores: Sequence[EpochScore], rule: str) -> list[EpochScore]:
+    """For each task, the epoch of its last phase that a rule keeps."""
+    last: dict[int, list[EpochScore]] = {}
+    for score in scores:
+        there = last.get(score.task)
+        last[score.task] = [*there, score] if there and there[0].phase == score.phase else [score]
+    return [RULES[rule](epochs) for epochs in last.values()]
+
+
+def rules_table(scores: Mapping[str, Sequence[Sequence[EpochScore]]]) -> Table:
+    """For each run by name (with its seeds) and each task: the epoch that each rule keeps, and what that epoch scores."""
+    rows = []
+    for name, seeds in scores.items():
+        for rule in RULES:
+            kept = [kept_by(run, rule) for run in seeds]
+            for task in range(len(kept[0])):
+                chosen = [run[task] for run in kept]
+                values = [_percent([getattr(score, key) for score in chosen]) for key in ("past", "new", "mean")]
+                epochs = f"{fmean(score.epoch + 1 for score in chosen):.4g}"
+                rows.append((name, rule, f"{task + 1}", epochs, *values))
+    notes = (
+        "Accuracy on test images after the epoch that a rule keeps, mean over seeds.",
+        "Each rule chooses in one task alone; the next task starts from the epoch that train.keep keeps.",
+    )
+    header = ("run", "rule", "task", "epoch", "past tasks %", "new task %", "all tasks %")
+    return Table(header, tuple(rows), notes, align="llrrrrr")
+
+
+def _percent(values: Sequence[float]) -> str:
+    mean = fmean(values)
+    return "-" if mean != mean else f"{100 * mean:.1f}"

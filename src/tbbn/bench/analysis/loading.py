@@ -1,0 +1,41 @@
+"""A saved run as it was after one of its tasks: network, data and scenario, on this machine's device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tbbn.bench.engine.events import Position
+from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.plugins import require_plugins
+from tbbn.bench.runs import checkpoint
+from tbbn.bench.runs.record import load_record
+from tbbn.bench.runs.states import same_place
+from tbbn.errors import UserError
+
+
+def run_after(folder: str | Path, task: int | None = None) -> Run:
+    """The run with the network it had after ``task`` (from 0; default: the last one learnt), in eval mode. Downloads nothing."""
+    directory = Path(folder)
+    record = load_record(directory)
+    require_plugins(record.run_config, record.plugins, str(directory))
+    wanted = len(record.accuracy) - 1 if task is None else task
+    if not 0 <= wanted < len(record.accuracy):
+        raise UserError(
+            f"{directory}: has learnt {len(record.accuracy)} tasks; there is no task {wanted + 1} to look at."
+        )
+    for name in (checkpoint.task_file(wanted + 1), checkpoint.NEWEST):
+        if not (directory / name).exists():
+            continue
+        values, tensors = checkpoint.read(directory / name)
+        if Position(**values["position"]) != Position(wanted + 1):
+            continue
+        run = Run(same_place(record))
+        weights = {key: tensor.to(run.device) for key, tensor in checkpoint.section(tensors, "network").items()}
+        run.network.restore(weights, values["task_sizes"])
+        run.network.eval()
+        run.memory.load_state_dict(checkpoint.section(tensors, "memory"))
+        run.position, run.record = Position(wanted + 1), record
+        return run
+    raise UserError(
+        f"{directory}: the network after task {wanted + 1} is not saved; --save.tasks all keeps it for every task."
+    )

@@ -1,0 +1,117 @@
+"""``tbbn shares``, ``drift`` and ``epochs``: what is behind a result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tbbn.bench.cli.common import Command, run_folders
+from tbbn.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from tbbn.bench.analysis.epochs import EpochScore
+    from tbbn.bench.config import RunConfig
+
+
+def add(command: Command) -> None:
+    line = "Show each task's share in the statistics of a norm, with r and r*. Trains nothing."
+    shares = command("shares", _shares, line, "tbbn shares --data cifar100 --norm bn,tbbn,tbbn(rule=current),weighted")
+    _add_settings(shares, norm="bn,tbbn,weighted")
+    line = (
+        "Show how far the running statistics of saved runs are from those of all tasks in equal parts, layer by layer."
+    )
+    drift = command("drift", _drift, line, "tbbn drift runs/demo/ft-bn-0 runs/demo/ft-tbbn-0 --plot drift.png")
+    drift.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps, of the same backbone")
+    drift.add_argument("--task", type=int, metavar="N", help="look at the network after task N (default: the last)")
+    drift.add_argument("--images", type=int, default=0, metavar="N", help="use N images of each task (default: all)")
+    line = (
+        "Train, score the network after every epoch on past and new tasks, and show which epoch each rule would keep."
+    )
+    epochs = command(
+        "epochs", _epochs, line, "tbbn epochs --protocol paper --data digits --data.validation 0.1 --plot epochs.png"
+    )
+    _add_settings(epochs, norm="bn,tbbn")
+    epochs.add_argument("--quiet", action="store_true", help="hide progress")
+    for made in (shares, drift, epochs):
+        made.add_argument("--format", default="text", help="text, md, csv or latex (default: text)")
+    for made, what in ((drift, "drift of every layer"), (epochs, "score of every epoch")):
+        made.add_argument("--plot", metavar="FILE.png", help=f"also draw the {what}")
+        made.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
+
+
+def _add_settings(made: argparse.ArgumentParser, norm: str) -> None:
+    made.set_defaults(takes_settings=True)
+    made.add_argument("recipe", nargs="?", help="a recipe's name (tbbn list recipes) or a TOML file")
+    made.add_argument("--norm", default=norm, help=f"norms, comma-separated, options in brackets (default: {norm})")
+    made.add_argument("--method", help="method, options in brackets (default: ft)")
+    made.add_argument("--data", help="data set: cifar100, digits, ... (tbbn list datasets)")
+    made.add_argument("--seeds", default="1", help="number of seeds, or a list: 3, or 0,1,2 (default: 1)")
+
+
+def _configs(args: argparse.Namespace) -> list[RunConfig]:
+    """The configs asked for, as ``tbbn run`` would make them."""
+    from tbbn.bench.cli.train import requested_runs
+
+    args.name, args.out, args.dry_run, args.yes = None, "runs", True, True
+    return [run.config for run in requested_runs(args)[0]]
+
+
+def _shares(args: argparse.Namespace) -> int:
+    from tbbn.bench.analysis.shares import shares_table
+
+    configs = {str(config.norm): config for config in _configs(args)}
+    print(shares_table(list(configs.values())).render(args.format))
+    return 0
+
+
+def _drift(args: argparse.Namespace) -> int:
+    from tbbn.bench.analysis.drift import drift, drift_table
+    from tbbn.bench.analysis.figures import drift_figure
+    from tbbn.bench.analysis.loading import run_after
+
+    folders = run_folders(args.runs)
+    if args.images < 0:
+        raise UserError(f"--images must not be negative, got {args.images}.")
+    task = None if args.task is None else args.task - 1
+    found = [drift(run_after(folder, task), args.images) for folder in folders]
+    if len({tuple(layer.layer for layer in layers) for layers in found}) > 1:
+        raise UserError("drift: these runs have different layers; compare runs of the same backbone.")
+    labels = [folder.name for folder in folders]
+    picture = drift_figure(labels, found, args.plot) if args.plot else None
+    if args.json:
+        entries = [{"directory": str(f), "layers": list(map(asdict, d))} for f, d in zip(folders, found, strict=True)]
+        print(json.dumps(entries, indent=1))
+    else:
+        print(drift_table(labels, found).render(args.format))
+    return _say(picture)
+
+
+def _epochs(args: argparse.Namespace) -> int:
+    from tbbn.bench.analysis.epochs import rules_table, score_epochs
+    from tbbn.bench.analysis.figures import epochs_figure
+    from tbbn.bench.progress import run_progress
+    from tbbn.bench.runs.pending import PendingRun
+
+    runs = [PendingRun(config, Path(f"{config.label}-{config.seed}")) for config in _configs(args)]
+    scores: dict[str, list[list[EpochScore]]] = {}
+    entries: list[dict[str, Any]] = []
+    with run_progress(runs, args.quiet) as progress:
+        for run in runs:
+            progress.start(run)
+            found = score_epochs(run.config, on_event=lambda event, run=run: progress.event(run, event))  # type: ignore[misc]
+            scores.setdefault(run.config.label, []).append(found)
+            entries.append({"run": run.config.label, "seed": run.config.seed, "epochs": [s.tree() for s in found]})
+    first = runs[0].config.label
+    picture = epochs_figure(first, scores[first][0], args.plot) if args.plot else None
+    print(json.dumps(entries, indent=1) if args.json else rules_table(scores).render(args.format))
+    return _say(picture)
+
+
+def _say(picture: Path | None) -> int:
+    if picture is not None:
+        print(printable(f"figure: {picture}"), file=sys.stderr)
+    return 0

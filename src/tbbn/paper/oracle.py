@@ -1,0 +1,163 @@
+"""The paper's oracle experiment: what fine-tuning would gain if its batch norms knew all data of all tasks.
+
+Four procedures, after the last task: *joint* trains on all data; *ft* is fine-tuning; *update mu, sigma* gives the fine-tuned
+network new running statistics from all training data; *update mu, sigma, gamma, beta* also trains the affine parameters of its
+norms on them, everything else frozen. The paper gives neither epochs nor learning rate of the last one: here they are those of
+the run. New statistics are cumulative averages over one epoch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tbbn.bench.analysis.loading import run_after
+from tbbn.bench.data.types import Batch
+from tbbn.bench.engine.evaluate import evaluate
+from tbbn.bench.engine.forward import autocast
+from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.phase import PhaseSettings, make_optimizer, set_lr
+from tbbn.bench.engine.task import EngineTaskContext
+from tbbn.bench.engine.torch_settings import torch_settings
+from tbbn.bench.methods import Phase
+from tbbn.bench.models import Output
+from tbbn.bench.report.figures import COLOURS, literal, new_figure, save_figure
+from tbbn.bench.report.tables import Table, percent
+from tbbn.bench.runs.record import load_record
+from tbbn.errors import UserError
+from tbbn.paper.published import PaperTable
+
+PROCEDURES = ("joint", "ft", "update mu, sigma", "update mu, sigma, gamma, beta")
+DATA = {"cifar100": "CIFAR-100, ResNet-32", "imagenet100": "ImageNet-100, ResNet-18"}  # the paper's: ImageNet-100
+Accuracies = dict[str, list[float]]  # of each task after the last one, by procedure
+
+
+def oracle_table(data: str | None) -> PaperTable:
+    """The runs that the experiment needs, as a table without printed numbers: the paper has a bar chart."""
+    name = data or next(iter(DATA))
+    if name not in DATA:
+        raise UserError(f"fig-oracle: there are recipes for {' and '.join(DATA)}, not for {name!r}; set --data.name.")
+    return PaperTable("oracle", name, f"Oracle experiment: batch norm, {DATA[name]}, 10 tasks", (), {})
+
+
+def title(folder: Path) -> str:
+    """What the experiment is about, from one of its runs."""
+    config = load_record(folder).run_config
+    return f"Oracle experiment: {config.norm}, {config.data.name}, {config.backbone}, {config.data.tasks} tasks"
+
+
+def pairs(folders: Iterable[Path]) -> dict[int, tuple[Path, Path]]:
+    """The folders of fine-tuning and of joint training, by seed."""
+    found: dict[tuple[str, int], Path] = {}
+    for folder in folders:
+        record = load_record(folder)
+        if record.status == "finished":
+            found[record.run_config.method.name, record.run_config.seed] = folder
+    seeds = sorted(seed for method, seed in found if method == "ft" and ("joint", seed) in found)
+    if not seeds:
+        raise UserError("fig-oracle: needs a finished run of ft and one of joint with the same seed.")
+    return {seed: (found["ft", seed], found["joint", seed]) for seed in seeds}
+
+
+def oracle(fine_tuned: Path, joint: Path) -> Accuracies:
+    """The accuracies of the four procedures. Both folders hold a finished run with its last network."""
+    run = run_after(joint)
+    task = run.scenario.tasks[-1]
+    found = {"joint": run.record.accuracy[-1], "ft": load_record(fine_tuned).accuracy[-1]}
+    context = run.context(task)  # of joint training: its batches are drawn from all data
+    with torch_settings(run.config, run.device):
+        run.network.load_state_dict(run_after(fine_tuned).network.state_dict())
+        refresh_statistics(context)
+        found["update mu, sigma"] = _accuracy(run)
+        retrain_affine(context, PhaseSettings.of(run.config, Phase(), task.number))
+        refresh_statistics(context)
+        found["update mu, sigma, gamma, beta"] = _accuracy(run)
+    return found
+
+
+def norms_of(network: nn.Module) -> list[_BatchNorm]:
+    return [layer for layer in network.modules() if isinstance(layer, _BatchNorm)]
+
+
+@torch.no_grad()
+def refresh_statistics(context: EngineTaskContext) -> None:
+    """Replace the running statistics of the network by averages over one epoch of all data."""
+    layers = norms_of(context.network)
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # a cumulative average
+    context.network.train()
+    for batch in context.batches("oracle statistics"):
+        _forward(context, batch)
+    context.network.eval()
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+
+
+def retrain_affine(context: EngineTaskContext, settings: PhaseSettings) -> None:
+    """Train the affine parameters of the norms on all data; every other parameter stays."""
+    network = context.network
+    affine = [parameter for layer in norms_of(network) for parameter in (layer.weight, layer.bias)]
+    network.requires_grad_(False)
+    for parameter in affine:
+        parameter.requires_grad_(True)
+    optimizer = make_optimizer(affine, settings, {})
+    network.train()
+    for epoch in range(settings.epochs):
+        set_lr(optimizer, settings.lr_at(epoch))
+        for batch in context.batches(f"oracle epoch {epoch}"):
+            optimizer.zero_grad(set_to_none=True)
+            F.cross_entropy(_forward(context, batch).logits.float(), batch.labels).backward()
+            optimizer.step()
+    network.eval()
+
+
+def _forward(context: EngineTaskContext, batch: Batch) -> Output:
+    with autocast(context.config.precision, batch.images.device):
+        return context.forward(context.network, batch)
+
+
+def _accuracy(run: Run) -> list[float]:
+    task = run.scenario.tasks[-1]
+    return evaluate(task, run.config, run.scenario, run.method, run.network, run.test_data).accuracy
+
+
+def accuracy_table(seeds: Sequence[Accuracies], title: str) -> Table:
+    """A row for each procedure: the accuracy on every task after the last one, and their mean."""
+    tasks = range(len(seeds[0]["ft"]))
+    rows = []
+    for name in PROCEDURES:
+        cells = [percent([seed[name][task] for seed in seeds]) for task in tasks]
+        rows.append((name, *cells, percent([statistics.fmean(seed[name]) for seed in seeds])))
+    header = ("procedure", *(f"task {task + 1} %" for task in tasks), "mean %")
+    note = f"{title}. Accuracy on each task after the last one, seeds: {len(seeds)}. update ...: the network of ft with"
+    return Table(
+        header, tuple(rows), (f"{note} statistics, or statistics and affine parameters, from all training data.",)
+    )
+
+
+def figure(seeds: Sequence[Accuracies], path: str | Path, title: str) -> Path:
+    """Accuracy on every task after the last one, and its mean; a bar for each procedure."""
+    picture = new_figure(9.0, 3.6)
+    axes = picture.subplots()
+    tasks = len(seeds[0]["ft"])
+    width = 0.8 / len(PROCEDURES)
+    for i, name in enumerate(PROCEDURES):
+        means = [statistics.fmean(values) for values in zip(*(seed[name] for seed in seeds), strict=True)]
+        heights = [100 * value for value in (*means, statistics.fmean(means))]
+        places = [number + (i - (len(PROCEDURES) - 1) / 2) * width for number in range(tasks + 1)]
+        axes.bar(places, heights, width, label=name, color=COLOURS[i])
+    axes.set_xticks(range(tasks + 1), [*(f"task {task + 1}" for task in range(tasks)), "mean"])
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_ylabel("accuracy after the last task (%)")
+    axes.set_title(literal(title), fontsize=10)
+    axes.grid(alpha=0.3, axis="y")
+    picture.legend(frameon=False, fontsize=8, ncols=4, loc="outside lower center")
+    return save_figure(picture, path)

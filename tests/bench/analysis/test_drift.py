@@ -1,0 +1,86 @@
+"""Drift of running statistics, against a slow formula over all inputs of a layer at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tinyrun import finish, tiny
+from torch import Tensor
+from torch.nn import functional as F
+
+from tbbn.bench.analysis.drift import drift, drift_table
+from tbbn.bench.analysis.loading import run_after
+from tbbn.bench.engine.loop import Run
+from tbbn.bench.runs.saved import run_saved
+from tbbn.errors import UserError
+
+
+def inputs_of(run: Run, layer: str, rows: Tensor) -> Tensor:
+    """The input of a layer (N, C, ...) over these training rows, in one batch."""
+    seen: list[Tensor] = []
+    module = dict(run.network.named_modules())[layer]
+    handle = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach().double()))
+    with torch.no_grad():
+        run.network.eval()(run.train_data.evaluation_images(rows, []))
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("norm", ["tbbn", "cn"])
+def test_drift_is_the_distance_from_the_mean_over_tasks(norm: str) -> None:
+    run = finish(tiny(norm=norm, batch__evaluation=7))
+    for found in drift(run):
+        layer = dict(run.network.named_modules())[found.layer]
+        means, squares = [], []
+        for task in run.scenario.tasks:
+            x = inputs_of(run, found.layer, task.train)
+            if norm == "cn":
+                x = F.group_norm(x, layer.groups, eps=layer.eps)  # type: ignore[arg-type]
+            means.append(x.mean((0, 2, 3)))
+            squares.append(x.square().mean((0, 2, 3)))
+        mean = (means[0] + means[1] + means[2]) / 3
+        std = ((squares[0] + squares[1] + squares[2]) / 3 - mean * mean).sqrt()
+        running, var = layer.get_buffer("running_mean").double(), layer.get_buffer("running_var").double()
+        assert found.mean == pytest.approx(float(((running - mean).abs() / std).mean()), rel=1e-4)
+        assert found.std == pytest.approx(float((var.sqrt() / std - 1).abs().mean()), rel=1e-4)
+
+
+def test_the_weight_of_the_newest_task_is_found_again() -> None:
+    run = finish(tiny(norm="bn"))
+    first = drift(run)[0].layer
+    means = [inputs_of(run, first, task.train).mean((0, 2, 3)) for task in run.scenario.tasks]
+    mixed = 0.7 * means[2] + 0.15 * (means[0] + means[1])
+    dict(run.network.named_modules())[first].get_buffer("running_mean").copy_(mixed)
+    assert drift(run)[0].newest == pytest.approx(0.7, abs=1e-3)
+
+
+def test_images_limit_what_is_read() -> None:
+    run = finish(tiny(norm="bn", train__epochs=1))
+    assert drift(run, 10**6) == drift(run) != drift(run, 5)
+    few = [replace(task, train=task.train[::5]) for task in run.scenario.tasks]  # 5 of 24 rows
+    wanted = drift(run, 5)
+    run.scenario = replace(run.scenario, tasks=tuple(few))
+    assert drift(run) == wanted
+
+
+def test_a_saved_run_is_looked_at_after_any_of_its_tasks(tmp_path: Path) -> None:
+    config = tiny(norm="bn", save__tasks="all")
+    run_saved(config, tmp_path / "run")
+    trained = finish(config)
+    last, earlier = drift(run_after(tmp_path / "run")), drift(run_after(tmp_path / "run", 1))
+    assert last == drift(trained) and earlier != last
+    table = drift_table(["a", "b"], [last, last])
+    assert len(table.rows) == len(last) + 1 and table.rows[-1][0] == "all layers"
+    with pytest.raises(UserError, match="has learnt 3 tasks; there is no task 9"):
+        run_after(tmp_path / "run", 8)
+
+
+def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no running statistics"):
+        drift(finish(tiny(norm="gn", train__epochs=1)))
+    run_saved(tiny(norm="bn", save__tasks="none", train__epochs=1), tmp_path / "run")
+    with pytest.raises(UserError, match=r"network after task 1 is not saved; --save.tasks all"):
+        run_after(tmp_path / "run", 0)

@@ -1,0 +1,69 @@
+"""The choice of epoch: scores of every epoch, and what each rule keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tinyrun import finish, tiny
+from torch.nn import functional as F
+
+from tbbn.bench.analysis.epochs import EpochScore, kept_by, rules_table, score_epochs
+from tbbn.bench.engine.events import EpochEnded, Event
+from tbbn.bench.engine.loop import Run
+from tbbn.errors import UserError
+
+SETTINGS: dict[str, Any] = {"norm": "tbbn", "data__validation": 0.25, "train__epochs": 3, "train__keep": "best"}
+
+
+def test_every_epoch_is_scored_and_the_run_trains_as_without() -> None:
+    config = tiny(**SETTINGS)
+    seen: list[tuple[list[float], float]] = []
+
+    @torch.no_grad()
+    def watch(run: Run, event: Event) -> None:
+        """One image at a time, and the loss of all validation rows in one batch."""
+        if not isinstance(event, EpochEnded):
+            return
+        run.network.eval()
+        tasks = run.scenario.tasks[: event.position.task + 1]
+        right = []
+        for task in tasks:
+            images = [run.test_data.evaluation_images(row.view(1), []) for row in task.test]
+            predicted = [int(run.network(image).logits.argmax()) for image in images]
+            wanted = run.scenario.test_labels[task.test].tolist()
+            right.append(sum(a == b for a, b in zip(predicted, wanted, strict=True)) / len(wanted))
+        rows = torch.cat([task.validation for task in tasks])
+        logits = run.network(run.train_data.evaluation_images(rows, [])).logits
+        seen.append((right, float(F.cross_entropy(logits, run.train_data.labels[rows]))))
+
+    scores, plain = score_epochs(config), finish(config, watch)
+    assert len(scores) == len(seen) == 9
+    for score, (right, loss) in zip(scores, seen, strict=True):
+        assert score.accuracy == pytest.approx(tuple(right)) and score.all_loss == pytest.approx(loss, rel=1e-5)
+    entries = plain.record.history
+    assert [score.new_loss for score in scores] == pytest.approx([entry["validation"] for entry in entries], rel=1e-5)
+    kept = [score.epoch for score in kept_by(scores, "best on the new task")]
+    assert kept == [epoch for _, epoch in plain.record.kept_epochs().items()]
+
+
+def score(task: int, epoch: int, new: float, both: float, phase: str = "train") -> EpochScore:
+    return EpochScore(task, phase, epoch, 0.1, (0.5,) * (task + 1), new, both)
+
+
+def test_each_rule_keeps_its_epoch_of_the_last_phase() -> None:
+    run = [score(0, 0, 2.0, 2.0), score(0, 1, 1.0, 1.0), score(0, 2, 1.5, 1.5)]
+    run += [score(1, 0, 0.1, 0.1), *(score(1, e, *loss, "balanced") for e, loss in enumerate([(1, 9), (2, 3), (3, 7)]))]
+    assert [kept.epoch for kept in kept_by(run, "last")] == [2, 2]
+    assert [kept.epoch for kept in kept_by(run, "best on the new task")] == [1, 0]
+    assert [kept.epoch for kept in kept_by(run, "best on all tasks")] == [1, 1]
+    rows = rules_table({"ft + bn": [run]}).rows
+    assert rows[0] == ("ft + bn", "last", "1", "3", "-", "50.0", "50.0") and len(rows) == 6
+
+
+def test_what_has_no_score_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data.validation is 0; set it to 0.1"):
+        score_epochs(tiny(data__validation=0))
+    with pytest.raises(UserError, match="icarl predicts with what it computes after training"):
+        score_epochs(tiny(method="icarl", data__validation=0.25))

@@ -1,0 +1,57 @@
+"""``tbbn shares``, ``drift``, ``epochs`` and ``reproduce fig-oracle`` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commandline import TINY, Capture, mistake
+
+from tbbn.bench.cli.main import main
+
+
+def test_shares_train_nothing(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(("shares", "--data", "cifar100", "--protocol", "paper", "--norm", "bn,tbbn(rule=current)")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:6] == ["task", "batch", "r", "r*", "bn", "%"] and "tbbn(rule=current)" in lines[0]
+    assert lines[11].split() == ["10", "48+16", "27", "24", "75.0", "11.1", "10.0"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_drift_of_two_runs(runs: Path, tmp_path: Path, capsys: Capture) -> None:
+    folders = [str(runs / f"ft-bn-{seed}") for seed in range(2)]
+    picture = tmp_path / "drift.png"
+    assert main(("drift", *folders, "--plot", str(picture))) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0].startswith("layer") and "ft-bn-1: mean off" in said.out and picture.exists()
+    assert main(("drift", folders[0], "--json", "--task", "1")) == 0
+    assert set(json.loads(capsys.readouterr().out)[0]["layers"][0]) == {"layer", "mean", "std", "newest"}
+    assert "no running statistics" in mistake(capsys, "drift", str(runs / "ft-gn_groups=8_-0"))
+
+
+def test_the_choice_of_epoch(tmp_path: Path, capsys: Capture) -> None:
+    words = ("epochs", *TINY, "--data.validation", "0.25", "--train.epochs", "2", "--norm", "bn", "--quiet")
+    assert main((*words, "--plot", str(tmp_path / "epochs.png"))) == 0
+    said = capsys.readouterr()
+    assert said.out.count("best on the new task") == 2 and (tmp_path / "epochs.png").exists()
+    assert main((*words, "--json")) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert [(e["task"], e["epoch"]) for e in entry["epochs"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert "data.validation is 0" in mistake(capsys, "epochs", *TINY, "--quiet")
+
+
+def test_the_oracle_figure_is_made_from_two_runs(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny = ("--data.name", "synthetic:4x12x4x8", "--data.tasks", "2", "--data.validation", "0", "--memory.budget", "8")
+    tiny += ("--backbone", "small", "--batch.size", "8", "--batch.augment", "none", "--keep", "last", "--device", "cpu")
+    words = ("reproduce", "fig-oracle", *tiny, "--scale", "0.00625", "--seeds", "1", "--quiet", "--lanes", "1")
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "SCALE 0.00625: a fraction" in out and "update mu, sigma, gamma, beta" in out
+    assert Path(out.split()[-1]).stat().st_size > 1000
+    assert main((*words, "--from", "runs")) == 0 and capsys.readouterr().out == out
+    assert "not for 'digits'; set --data.name" in mistake(capsys, "reproduce", "fig-oracle", "--data", "digits")

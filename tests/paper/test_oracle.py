@@ -1,0 +1,66 @@
+"""The oracle experiment: new statistics and new affine parameters for a trained network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tinyrun import finish, tiny
+from torch import Tensor
+
+from tbbn.bench.engine.phase import PhaseSettings
+from tbbn.bench.engine.task import EngineTaskContext
+from tbbn.bench.methods import Phase
+from tbbn.bench.runs.saved import run_saved
+from tbbn.errors import UserError
+from tbbn.paper import oracle
+
+
+@pytest.fixture(scope="module")
+def context() -> EngineTaskContext:
+    """The last task of joint training with batch norm."""
+    run = finish(tiny(method="joint", norm="bn", train__epochs=1))
+    return run.context(run.scenario.tasks[-1])
+
+
+def test_new_statistics_are_averages_over_all_data(context: EngineTaskContext) -> None:
+    layer = oracle.norms_of(context.network)[0]
+    before = {name: tensor.clone() for name, tensor in context.network.named_parameters()}
+    momentum, seen = layer.momentum, list[Tensor]()
+    layer.running_mean.fill_(100.0)  # type: ignore[union-attr]
+    handle = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach().double()))
+    oracle.refresh_statistics(context)
+    handle.remove()
+    rows = sum(len(task.train) for task in context.scenario.tasks)
+    assert rows - context.config.batch.size < sum(len(x) for x in seen) <= rows  # every task's, once
+    mean = torch.stack([x.mean((0, 2, 3)) for x in seen]).mean(0)
+    var = torch.stack([x.var((0, 2, 3), unbiased=True) for x in seen]).mean(0)
+    torch.testing.assert_close(layer.running_mean, mean.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.running_var, var.float(), rtol=1e-4, atol=1e-5)
+    assert layer.momentum == momentum and not context.network.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in context.network.named_parameters())
+
+
+def test_only_affine_parameters_are_trained(context: EngineTaskContext) -> None:
+    before = {name: tensor.clone() for name, tensor in context.network.named_parameters()}
+    affine = {id(p) for layer in oracle.norms_of(context.network) for p in (layer.weight, layer.bias)}
+    oracle.retrain_affine(context, replace(PhaseSettings.of(context.config, Phase(), context.number), epochs=1))
+    for name, tensor in context.network.named_parameters():
+        assert torch.equal(tensor, before[name]) == (id(tensor) not in affine), name
+
+
+def test_the_four_procedures_of_two_runs(tmp_path: Path) -> None:
+    folders = []
+    for method in ("ft", "joint"):
+        folders.append(tmp_path / method)
+        run_saved(tiny(method=method, norm="bn", train__epochs=1), folders[-1])
+    with pytest.raises(UserError, match="needs a finished run of ft and one of joint"):
+        oracle.pairs(folders[:1])
+    found = oracle.oracle(*oracle.pairs(folders)[0])
+    assert tuple(sorted(found)) == tuple(sorted(oracle.PROCEDURES))
+    assert all(len(row) == 3 and all(0 <= value <= 1 for value in row) for row in found.values())
+    table = oracle.accuracy_table([found], oracle.title(folders[0]))
+    assert [row[0] for row in table.rows] == list(oracle.PROCEDURES)
+    assert oracle.figure([found], tmp_path / "oracle.png", "title").stat().st_size > 1000
