@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         register_augmentation,
         register_backbone,
         register_dataset,
+        register_logger,
         register_method,
         register_norm,
     )
@@ -67,6 +68,7 @@ __all__ = [
     "register_backbone",
     "register_converter",
     "register_dataset",
+    "register_logger",
     "register_method",
     "register_norm",
     "revert",

@@ -1,4 +1,4 @@
-"""Names for methods, norms, data sets, backbones and augmentations: one table for each kind, open to plugins.
+"""Names for methods, norms, data sets, backbones, augmentations and loggers: one table for each kind, open to plugins.
 
 Register something of your own with a decorator; the name then works in recipes, on the command line and in ``tbbn.run``::
 
@@ -219,10 +219,12 @@ NORMS: Registry[Any] = Registry("norm", "tbbn.nn.convert", configurable=True)
 DATASETS: Registry[Any] = Registry("dataset", "tbbn.bench.data.loading")
 BACKBONES: Registry[Any] = Registry("backbone", "tbbn.bench.models")
 AUGMENTATIONS: Registry[Any] = Registry("augmentation", "tbbn.bench.data.augment")
-REGISTRIES = (METHODS, NORMS, DATASETS, BACKBONES, AUGMENTATIONS)
+LOGGERS: Registry[Any] = Registry("logger", "tbbn.bench.loggers")
+REGISTRIES = (METHODS, NORMS, DATASETS, BACKBONES, AUGMENTATIONS, LOGGERS)
 
 register_method = METHODS.decorator
 register_norm = NORMS.decorator
 register_dataset = DATASETS.decorator
 register_backbone = BACKBONES.decorator
 register_augmentation = AUGMENTATIONS.decorator
+register_logger = LOGGERS.decorator

@@ -24,6 +24,7 @@ from tbbn.bench.data.sources.arrays import remember
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine import Event, Record, Run, run_lanes
 from tbbn.bench.engine import run as run_in_memory
+from tbbn.bench.loggers import parse_names
 from tbbn.bench.progress import RunProgress, run_progress
 from tbbn.bench.report.figures import save_figure
 from tbbn.bench.report.plots import figure
@@ -54,6 +55,7 @@ def run(
     out: str | Path | None = None,
     overwrite: bool = False,
     lanes: int | str | None = 1,
+    log: str | Sequence[str] = (),
     quiet: bool = False,
     **settings: Any,
 ) -> Results:
@@ -71,6 +73,7 @@ def run(
             and the results hold everything.
         overwrite: replace what is in ``out``, instead of resuming it.
         lanes: runs in parallel on one GPU; "auto" or None finds the number that is fastest.
+        log: loggers, such as ``"tensorboard"`` (``tbbn list loggers``); they need ``out``.
         quiet: show no progress.
         settings: any other setting, dotted (``**{"train.epochs": 5}``) or nested (``train={"epochs": 5}``).
     """
@@ -97,12 +100,15 @@ def run(
     if backbone is not None:
         given["backbone"] = backbone if isinstance(backbone, str) else _registered(backbone)
     layers = [("tbbn.run", given)]
+    loggers = parse_names(log if isinstance(log, str) else ",".join(log))
+    if log and out is None:
+        raise UserError("tbbn.run: log needs a folder for the runs; set out, such as out='runs/mine'.")
     runs = expand(layers, axes, folder)
     with run_progress(runs, quiet) as progress:
         if out is None:
             return Results(_in_memory(runs, lanes, progress, source))
         check_folders(runs)
-        return Results(_on_disk(runs, lanes, progress, source, overwrite, recipe_text(layers, axes)))
+        return Results(_on_disk(runs, lanes, progress, source, overwrite, recipe_text(layers, axes), loggers))
 
 
 def sweep(
@@ -274,6 +280,7 @@ def _on_disk(
     source: Source | None,
     overwrite: bool,
     recipe: str,
+    log: Sequence[str],
 ) -> Iterator[Result]:
     with stop_on_signal() as stop:
         records = run_all(
@@ -285,6 +292,7 @@ def _on_disk(
             overwrite=overwrite,
             recipe=recipe,
             stop=stop,
+            log=log,
         )
     for pending, record in zip(runs, records, strict=True):
         yield Result(record, pending.directory, None, source)

@@ -110,9 +110,9 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
         lock.release()
 
 
-def is_blank(folder: Path) -> bool:
-    """Whether a folder holds nothing but its lock."""
-    return {path.name for path in folder.iterdir()} <= {LOCK}
+def is_blank(folder: Path, *besides: str) -> bool:
+    """Whether a folder holds nothing but its lock, and files of these names."""
+    return {path.name for path in folder.iterdir()} <= {LOCK, *besides}
 
 
 def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:

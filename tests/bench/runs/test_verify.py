@@ -50,7 +50,7 @@ def test_an_intact_run_has_no_problem(done: Path) -> None:
     before = {"class order", "task sizes", "data", "skipped images", "splits", "exemplars", "epochs in the history"}
     subjects = {f.subject for f in findings if not f.not_checked}
     assert subjects == {*FILES, *by_task, *before, "metrics", "status", "predictions"}
-    assert {file.name for file in done.iterdir()} == FILES | {".lock"}
+    assert {file.name for file in done.iterdir()} == FILES | {".lock", "log.jsonl"}
 
 
 def test_a_run_that_failed_before_it_began_has_no_problem(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def _second(world: World, step: Step) -> None:
 def _damage(world: World, step: Step) -> bool:
     """Flip a bit of a file of a run or a sweep, cut it, empty it or delete it."""
     places = [path for folder in (*FOLDERS, SWEEP) for path in sorted(Path(folder).glob("*")) if path.is_file()]
-    files = [file for file in places if file.name not in (".lock", "accuracy.png")]
+    files = [file for file in places if file.name not in (".lock", "accuracy.png", "log.jsonl")]
     if not files:
         return False
     file = files[int(step["file"] * len(files))]

@@ -11,7 +11,7 @@ from typing import Any
 from tbbn.bench.config.protocols import QUIRKS
 from tbbn.errors import UserError
 from tbbn.plugins import load_installed
-from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, DATASETS, METHODS, NORMS, REGISTRIES, Registry
+from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, DATASETS, LOGGERS, METHODS, NORMS, REGISTRIES, Registry
 
 _BUILT_IN = "built in"
 Listed = dict[str, dict[str, Any]]  # by name: a line, and for what is registered its origin and options
@@ -58,6 +58,7 @@ LISTS: dict[str, Callable[[], Listed]] = {
     "backbones": partial(_registered, BACKBONES),
     "recipes": _recipes,
     "augmentations": partial(_registered, AUGMENTATIONS),
+    "loggers": partial(_registered, LOGGERS),
     "quirks": _quirks,
 }
 

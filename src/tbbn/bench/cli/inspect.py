@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from pathlib import Path
 
 from tbbn.bench.cli.catalogue import LISTS, doctor, lines
 from tbbn.bench.cli.common import Command
@@ -20,6 +21,7 @@ def add(command: Command) -> None:
     show.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/demo/ft-tbbn-0")
     show.add_argument("--format", default="text", help="text, md, csv or tex")
     show.add_argument("--json", action="store_true", help="print the whole record as JSON")
+    show.add_argument("--follow", action="store_true", help="show accuracies while the run trains, until it ends")
     line = "Show versions, device, available data sets and free disk space."
     health = command("doctor", _doctor, line, "tbbn doctor --root data")
     health.add_argument("--root", default="data", help="folder of the data sets (default: data)")
@@ -43,6 +45,10 @@ def _show(args: argparse.Namespace) -> int:
     from tbbn.bench.report.tables import accuracy_table, metrics_table, skipped_note
     from tbbn.bench.runs.record import load_record
 
+    if args.follow:
+        from tbbn.bench.cli.follow import follow
+
+        return follow(Path(args.run))
     record = load_record(args.run)
     if args.json:
         print(record.to_json(), end="")

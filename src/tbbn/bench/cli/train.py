@@ -53,6 +53,9 @@ def add_progress_options(command: argparse.ArgumentParser, lanes: str) -> None:
     command.add_argument("--lanes", default=lanes, help=f"runs in parallel on one device, or auto (default: {lanes})")
     command.add_argument("--time-limit", metavar="TIME", help="save and stop after this time: 45s, 9m, 1h30m")
     command.add_argument("--quiet", action="store_true", help="hide progress")
+    command.add_argument(
+        "--log", metavar="LOGGERS", default="", help="loggers, comma-separated (tbbn list loggers); none turns all off"
+    )
 
 
 def _add_run_options(run: argparse.ArgumentParser, lanes: str) -> None:
@@ -188,6 +191,7 @@ def train(
 
     Raises :class:`TimeLimitReached` when the time of ``--time-limit`` is over and there is more to do.
     """
+    from tbbn.bench.loggers import parse_names
     from tbbn.bench.progress import run_progress
     from tbbn.bench.runs.interrupt import stop_on_signal
     from tbbn.bench.runs.sweep import run_all
@@ -208,6 +212,7 @@ def train(
                 recipe=recipe,
                 stop=lambda: asked() or time.monotonic() >= end,
                 ranks=args.ranks,
+                log=parse_names(args.log),
             )
         except KeyboardInterrupt:
             if asked() or time.monotonic() < end:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from tbbn.bench import loggers
 from tbbn.bench.config import RunConfig
 from tbbn.bench.engine import lanes, loop
 from tbbn.bench.engine.events import EpochEnded, Event, TaskEnded
@@ -33,12 +34,13 @@ def run_saved(
     stop: Stop | None = None,
     overwrite: bool = False,
     ranks: Ranks = ALONE,
+    log: Sequence[str] = loggers.DEFAULT,
 ) -> Record:
     """:func:`tbbn.bench.engine.run` with a folder: see :func:`saved`. Of several ``ranks``, this one leads the others."""
     place = Path(directory)
 
     def drive(run: Run) -> Iterator[Event]:
-        return saved(run, place, every=every, stop=stop, overwrite=overwrite)
+        return saved(run, place, every=every, stop=stop, overwrite=overwrite, log=log)
 
     return loop.run(config, on_event=on_event, drive=drive, ranks=ranks)
 
@@ -52,6 +54,7 @@ def run_lanes_saved(
     on_end: Callable[[int, Record], None] | None = None,
     stop: Stop | None = None,
     overwrite: bool = False,
+    log: Sequence[str] = loggers.DEFAULT,
 ) -> list[Record]:
     """:func:`tbbn.bench.engine.run_lanes` with a folder for each run; a failed run leaves its record there too."""
 
@@ -64,7 +67,7 @@ def run_lanes_saved(
     return lanes.run_lanes(
         configs,
         n_lanes,
-        drive=lambda number, run: saved(run, directories[number], stop=stop, overwrite=overwrite),
+        drive=lambda number, run: saved(run, directories[number], stop=stop, overwrite=overwrite, log=log),
         on_event=on_event,
         on_end=ended,
         stop=stop,
@@ -79,33 +82,46 @@ def save_failure(record: Record, directory: Path) -> None:
 
 
 def saved(
-    run: Run, directory: Path, *, every: float = SAVE_EVERY, stop: Stop | None = None, overwrite: bool = False
+    run: Run,
+    directory: Path,
+    *,
+    every: float = SAVE_EVERY,
+    stop: Stop | None = None,
+    overwrite: bool = False,
+    log: Sequence[str] = loggers.DEFAULT,
 ) -> Iterator[Event]:
     """The run's events, with its folder kept up to date.
 
     A folder that holds an unfinished run of the same config is resumed; with ``overwrite``, the run starts again and replaces
     what is there when it first saves. A checkpoint is written after each task, and at the end of an epoch once ``every``
     seconds have passed since the last one (0: after every epoch); where writing is slow, less often, so that it stays below a
-    hundredth of the time. The record is written however the run ends.
+    hundredth of the time. The record is written however the run ends. ``log`` names the loggers.
     """
     with locked(directory):
         settle(directory)
-        files = _RunFiles(run, directory, overwrite)
+        files, told = _RunFiles(run, directory, overwrite), loggers.RunLog(log, run, directory)
         if not overwrite:
             state.load(run, directory)
         try:
             with leading(run):
-                yield from _with_checkpoints(files, every, stop)
+                for event in _with_checkpoints(files, every, stop):
+                    told.event(event, hold=files.overwrites)
+                    yield event
         except BaseException as error:
             if isinstance(error, Exception):
                 run.record.status, run.record.message = "failed", failure(error)
             # A user error found during training leaves as little behind as one found before it, and a run that was to be
             # overwritten stays. A method that fails may leave lists in the record that do not fit.
-            leaves_nothing = files.overwrites or (isinstance(error, UserError) and is_blank(directory))
+            leaves_nothing = files.overwrites or (isinstance(error, UserError) and is_blank(directory, loggers.LOG))
             if not leaves_nothing and not schema.problem(run.record.tree()):
                 files.save(with_checkpoint=False)
+            if not files.overwrites:
+                told.finish()
+            if leaves_nothing and is_blank(directory, loggers.LOG):
+                (directory / loggers.LOG).unlink(missing_ok=True)
             raise
         files.save(with_checkpoint=False)
+        told.finish()
 
 
 class _RunFiles:

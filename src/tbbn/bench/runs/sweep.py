@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from typing import Any
 
 from tbbn.bench.engine import Event
 from tbbn.bench.engine.loop import Stop
@@ -12,6 +13,7 @@ from tbbn.bench.engine.ranks import ALONE, Ranks
 from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.engine.setup import check_ranks
 from tbbn.bench.files import write_atomic
+from tbbn.bench.loggers import DEFAULT, make_loggers
 from tbbn.bench.runs.pending import PendingRun, finished_record
 from tbbn.bench.runs.recipe import RECIPE
 from tbbn.bench.runs.record import load_record
@@ -31,13 +33,14 @@ def run_all(
     recipe: str = "",
     stop: Stop | None = None,
     ranks: Ranks = ALONE,
+    log: Sequence[str] = DEFAULT,
 ) -> list[Record]:
     """Do the runs, ``lanes`` in parallel (None: as many as raise throughput); finished ones are read from disk.
 
     The ``recipe`` of several runs is written to their folder, so that ``tbbn resume`` finds those that never started. A run
     that fails does not stop the others; a user's mistake (:class:`UserError`) ends a sweep that has no lanes. When ``stop``
     returns True, the active runs save themselves and KeyboardInterrupt is raised. With several ``ranks``, which share each run,
-    this is rank 0, and the first failure ends all.
+    this is rank 0, and the first failure ends all. ``log`` names the loggers.
     """
     if ranks.size > 1:
         if lanes is not None and lanes > 1:
@@ -45,6 +48,7 @@ def run_all(
         lanes = 1
         for pending in runs:
             check_ranks(pending.config)
+    make_loggers(log)  # raises before anything is trained, where a package is missing
     records = {pending: r for pending in runs if not overwrite and (r := finished_record(pending)) is not None}
     todo = [pending for pending in runs if pending not in records]
     started: set[PendingRun] = set()
@@ -80,11 +84,12 @@ def run_all(
                 on_end=lambda number, record: end(todo[number], record),
                 stop=stop,
                 overwrite=overwrite,
+                log=log,
             )
             raise_if_stopped()
         else:
             for i, pending in enumerate(todo):
-                end(pending, _run_one(pending, partial(event, i), stop, overwrite, ranks, alone=len(runs) == 1))
+                end(pending, _run_one(pending, partial(event, i), stop, overwrite, ranks, log, alone=len(runs) == 1))
                 raise_if_stopped()
     return [records[pending] for pending in runs]
 
@@ -95,12 +100,12 @@ def _run_one(
     stop: Stop | None,
     overwrite: bool,
     ranks: Ranks,
+    log: Sequence[str],
     alone: bool,
 ) -> Record:
+    given: dict[str, Any] = {"stop": stop, "overwrite": overwrite, "ranks": ranks, "log": log}
     try:
-        return run_saved(
-            pending.config, pending.directory, on_event=on_event, stop=stop, overwrite=overwrite, ranks=ranks
-        )
+        return run_saved(pending.config, pending.directory, on_event=on_event, **given)
     except UserError:
         raise
     except Exception as error:

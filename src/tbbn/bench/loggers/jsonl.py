@@ -1,0 +1,64 @@
+"""The default logger: a line of JSON for each epoch and task, in ``log.jsonl`` in the folder of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tbbn.bench.loggers.base import RunInfo, Scalars
+
+LOG = "log.jsonl"
+
+
+class JsonLines:
+    """Appends a line per event; a new run replaces the file. ``tbbn show --follow`` reads it."""
+
+    def start(self, run: RunInfo) -> None:
+        self.file = run.directory / LOG
+        if not run.resumed:
+            self.file.unlink(missing_ok=True)
+        process = {"pid": os.getpid(), "host": platform.node()}
+        self._write("start", name=run.name, tasks=run.tasks, resumed=run.resumed, **process, config=dict(run.config))
+
+    def epoch(self, number: int, values: Mapping[str, Any]) -> None:
+        self._write("epoch", number=number, **values)
+
+    def task(self, epoch: int, number: int, accuracy: Sequence[float], metrics: Scalars) -> None:
+        self._write("task", number=epoch, task=number, accuracy=list(accuracy), metrics=dict(metrics))
+
+    def finish(self, status: str, metrics: Scalars) -> None:
+        self._write("end", status=status, metrics=dict(metrics))
+
+    def _write(self, event: str, **values: Any) -> None:
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **values})
+        # Opened for each line: nothing is lost if the process is killed, and no file stays open in a sweep of many runs.
+        with self.file.open("ab") as file:
+            cut = file.tell() > 0 and not _ends_a_line(self.file)  # a kill may cut a line; the next one starts afresh
+            file.write(b"\n" * cut + line.encode() + b"\n")
+
+
+def _ends_a_line(file: Path) -> bool:
+    with file.open("rb") as content:
+        content.seek(-1, os.SEEK_END)
+        return content.read() == b"\n"
+
+
+def read_lines(file: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """The events of a log from byte ``start`` on, each with the position after it. Lines that were cut are left out."""
+    with file.open("rb") as content:
+        content.seek(start)
+        for line in content:
+            if not line.endswith(b"\n"):
+                return  # still being written
+            start += len(line)
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                yield event, start
