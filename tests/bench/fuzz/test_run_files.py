@@ -33,7 +33,9 @@ COMMANDS = (
     ["report", "--format", "md"],
     ["report", "--format", "csv"],
     ["report", "--json"],
+    ["report", "--format", "tex"],
     ["report", "--plot", "curves.png"],
+    ["report", "--html", "page.html"],
     ["verify"],
     ["verify", "--json"],
     ["resume", "--quiet"],
@@ -191,7 +193,7 @@ def test_damage_is_noticed_or_harmless(case: tuple[str, str, bytes | None, list[
             (directory / name).write_bytes(new)
             if name == "checkpoint.safetensors" and sealed:  # otherwise the previous one would be used
                 (directory / "checkpoint.previous.safetensors").write_bytes(new)
-        words = [str(place / word) if word == "curves.png" else word for word in command[1:]]
+        words = [str(place / word) if word in ("curves.png", "page.html") else word for word in command[1:]]
         code, out, err = call(command[0], str(directory), *words)
         judge(code, out, err, allowed=(0, 1, 2, 3) if command[0] in ("verify", "resume") else (0, 2))
         whole = new is None or new in [(originals()[which] / other).read_bytes() for other in FILES]

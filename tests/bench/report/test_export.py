@@ -14,7 +14,7 @@ from tbbn.bench.report.export import runs_csv, runs_json
 THIRD = 1 / 3
 RUNS = {
     Path("a"): record([[0.1], [THIRD, 0.7]], seed=3, norm__name="gn", norm__groups=8),
-    Path("=b"): record([[0.9]], "interrupted"),
+    Path("=b"): record([[0.9]], "interrupted", data__name="a\x1b[31m\nb"),
 }
 
 
@@ -39,6 +39,7 @@ def test_csv_has_a_row_a_run_and_a_column_for_each_entry_of_the_matrix() -> None
     assert float(whole["final_accuracy"]) == RUNS[Path("a")].metrics["final_accuracy"]
     assert (whole["method"], whole["norm"], whole["data"], whole["seed"]) == ("ft", "gn(groups=8)", "digits", "3")
     assert broken["directory"] == "'=b", "a spreadsheet must not run it"
+    assert broken["data"] == r"a\x1b[31m\nb", "nor a terminal"
 
 
 def test_csv_has_the_metrics_asked_for_in_their_order() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from tbbn.bench.engine.record import Record
 from tbbn.bench.report.columns import SHORT
 from tbbn.bench.report.table import csv_text
+from tbbn.errors import printable
 
 Runs = Mapping[Path, Record]  # by folder
 
@@ -43,7 +44,7 @@ def runs_csv(runs: Runs, metrics: Sequence[str] = ()) -> str:
         rows.append([*names.values(), *(values.get(m, "") for m in metrics), record.seconds, *matrix])
     header = ["directory", "label", "method", "norm", "data", "seed", "status", *metrics, "seconds"]
     header += [f"a[{t + 1},{i + 1}]" for t, i in places]
-    return csv_text([[str(cell) for cell in row] for row in (header, *rows)])
+    return csv_text([[printable(str(cell)) for cell in row] for row in (header, *rows)])
 
 
 def _names(folder: Path, record: Record) -> dict[str, Any]:

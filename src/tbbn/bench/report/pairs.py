@@ -27,12 +27,12 @@ class Pair:
         return [(self.base.runs[seed], self.other.runs[seed]) for seed in self.seeds]
 
     def differences(self, numbers: Callable[[Matrix], Sequence[float]]) -> list[list[float]]:
-        """For each number of a run, the differences over the seeds."""
+        """For each number of a run, the differences over the seeds; as many numbers as all runs have."""
         rows = [
-            [b - a for a, b in zip(numbers(base.accuracy), numbers(other.accuracy), strict=True)]
+            [b - a for a, b in zip(numbers(base.accuracy), numbers(other.accuracy), strict=False)]
             for base, other in self.runs
         ]
-        return [list(column) for column in zip(*rows, strict=True)]
+        return [list(column) for column in zip(*rows, strict=False)]
 
 
 def pairs(groups: Sequence[Group]) -> list[Pair]:
