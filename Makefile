@@ -44,7 +44,7 @@ MARKS ?= not slow and not gpu and not nightly
 test-integrations:
 	test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.6,<2.14"
-	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -e ".[bench,timm,avalanche,lightning,huggingface,tensorboard,wandb,mlflow]" pytest hypothesis
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -e ".[bench,timm,avalanche,lightning,huggingface,tensorboard,wandb,mlflow,ray,slurm]" pytest hypothesis
 	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -m "$(MARKS)" tests/integrations
 
 # Needs the advisories of pypi.org; strict: a package that could not be looked up is a failure, not a pass.

@@ -78,9 +78,13 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+class FolderInUse(UserError):
+    """Another process holds a folder."""
+
+
 @contextmanager
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a folder for this process. If another process holds it, raise a `UserError` at once, or `wait` for it.
+    """Hold a folder for this process. If another process holds it, raise `FolderInUse` at once, or `wait` for it.
 
     The lock ends with its process, even if that is killed. The folder is created if needed, and removed again if it
     is still empty at the end.
@@ -97,7 +101,9 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise UserError(f"{folder}: another process is working on it; wait for it, or choose another folder") from None
+        raise FolderInUse(
+            f"{folder}: another process is working on it; wait for it, or choose another folder"
+        ) from None
     try:
         remove_leftovers(folder)
         try:

@@ -24,6 +24,7 @@ from tbbn.bench.cli.common import (
     parse_duration,
     run_folders,
 )
+from tbbn.bench.cli.engines import add_engine_options, engine
 from tbbn.bench.cli.naming import folder_name
 from tbbn.bench.cli.settings import settings_help
 from tbbn.errors import UserError, printable
@@ -56,6 +57,7 @@ def add_progress_options(command: argparse.ArgumentParser, lanes: str) -> None:
     command.add_argument(
         "--log", metavar="LOGGERS", default="", help="loggers, comma-separated (tbbn list loggers); none turns all off"
     )
+    add_engine_options(command)
 
 
 def _add_run_options(run: argparse.ArgumentParser, lanes: str) -> None:
@@ -194,13 +196,16 @@ def train(
     from tbbn.bench.loggers import parse_names
     from tbbn.bench.progress import run_progress
     from tbbn.bench.runs.interrupt import stop_on_signal
-    from tbbn.bench.runs.sweep import run_all
 
     lanes = _lanes(args.lanes)
     end = time.monotonic() + parse_duration(args.time_limit) if args.time_limit else math.inf
     if not args.quiet and must_compile_kernels(runs):
         print("compiling GPU kernels at their first use: the first step may take half a minute", file=sys.stderr)
-    with run_progress(runs, args.quiet) as progress, stop_on_signal() as asked:
+    with (
+        engine(args, runs, overwrite) as run_all,
+        run_progress(runs, args.quiet) as progress,
+        stop_on_signal() as asked,
+    ):
         try:
             records = run_all(
                 runs,
@@ -208,10 +213,8 @@ def train(
                 on_start=progress.start,
                 on_event=progress.event,
                 on_end=progress.end,
-                overwrite=overwrite,
                 recipe=recipe,
                 stop=lambda: asked() or time.monotonic() >= end,
-                ranks=args.ranks,
                 log=parse_names(args.log),
             )
         except KeyboardInterrupt:

@@ -74,7 +74,7 @@ def run_all(
     for pending in runs:
         if pending in records:
             end(pending, records[pending])
-    with _recipe_on_disk(recipe, runs) if recipe and len(runs) > 1 else nullcontext():
+    with recipe_on_disk(recipe, runs) if recipe and len(runs) > 1 else nullcontext():
         if lanes is None or lanes > 1:
             run_lanes_saved(
                 [pending.config for pending in todo],
@@ -123,7 +123,7 @@ def _run_one(
 
 
 @contextmanager
-def _recipe_on_disk(text: str, runs: Sequence[PendingRun]) -> Iterator[None]:
+def recipe_on_disk(text: str, runs: Sequence[PendingRun]) -> Iterator[None]:
     """Write the sweep's recipe before the first run starts. If no run could start, remove it and the folders made for it."""
     folder = runs[0].directory.parent
     made = [place for place in (folder, *folder.parents) if not place.exists()]

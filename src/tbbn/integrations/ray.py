@@ -1,0 +1,62 @@
+"""Sweeps on a Ray cluster: ``tbbn sweep recipe.toml --engine ray --address auto``."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from tbbn.errors import UserError
+from tbbn.integrations.cluster import Pack, work
+
+
+@dataclass(frozen=True, eq=False)
+class RayJob:
+    reference: Any
+
+    def done(self) -> bool:
+        return bool(ray.wait([self.reference], timeout=0)[0])
+
+    def result(self) -> str:
+        return ray.get(self.reference)
+
+    def drop(self) -> None:
+        """Nothing: a worker that is asked to stop returns at once, and cancelling would interrupt one that has begun."""
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """A Ray cluster that this process is connected to."""
+
+    gpus: int
+    most_cpus: int  # of a machine: a task that asks for more would wait for ever
+
+    def submit(self, pack: Pack) -> RayJob:
+        needs = {"num_cpus": min(pack.cpus, self.most_cpus), "num_gpus": int(bool(self.gpus) and pack.uses_gpu)}
+        # A lost worker is the driver's to replace, so that attempts are counted in one place.
+        task = ray.remote(work).options(**needs, max_retries=0, name=f"tbbn {pack.runs[0].config.label}")
+        return RayJob(task.remote(pack))
+
+
+@contextmanager
+def ray_cluster(address: str | None) -> Iterator[RayCluster]:
+    """Connect to the cluster at an address ("auto": one on this machine); without one, start Ray on this machine."""
+    try:
+        host, _, port = (address or "").rpartition(":")
+        if port.isdecimal() and "/" not in host:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    except OSError as error:  # Ray's own is a ConnectionError
+        reason = (str(error).strip().splitlines() or ["no answer"])[0].rstrip(".")
+        raise UserError(
+            f"--address {address}: no Ray cluster there ({reason}); start one with ray start --head, or leave --address out."
+        ) from error
+    try:
+        cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+        yield RayCluster(int(ray.cluster_resources().get("GPU", 0)), max(1, *cpus))
+    finally:
+        ray.shutdown()
