@@ -27,6 +27,7 @@ from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.loop import Stop
 from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.files import FolderInUse
+from tbbn.bench.loggers import DEFAULT
 from tbbn.bench.runs.interrupt import stop_on_signal
 from tbbn.bench.runs.pending import PendingRun, finished_record
 from tbbn.bench.runs.record import load_or_restore
@@ -75,6 +76,7 @@ class Pack:
     board: Path
     home: Path  # the driver's working folder: data and plugins may have relative paths
     threads: int  # of the driver: sums depend on it
+    log: Sequence[str] = DEFAULT  # loggers
 
     @property
     def uses_gpu(self) -> bool:
@@ -171,6 +173,7 @@ def work(pack: Pack) -> str:
                     on_event=report.event,
                     on_end=report.end,
                     stop=lambda: asked() or report.stop(),
+                    log=pack.log,
                 )
             except FolderInUse as error:  # by the worker that had the run before, which is not quite dead
                 if time.monotonic() > gives_up:
@@ -204,6 +207,7 @@ def run_on(
     on_end: Callable[[PendingRun, Record], None] | None = None,
     recipe: str = "",
     stop: Stop | None = None,
+    log: Sequence[str] = DEFAULT,
 ) -> list[Record]:
     """:func:`tbbn.bench.runs.sweep.run_all` on a cluster: packs of ``lanes`` runs, at most ``workers`` packs at a time."""
     runs = [PendingRun(run.config, run.directory.resolve()) for run in runs]
@@ -214,7 +218,7 @@ def run_on(
     with ExitStack() as stack:
         if recipe and len(runs) > 1:
             stack.enter_context(recipe_on_disk(recipe, runs))
-        driver = _Driver(cluster, runs, [run for run in runs if run not in done], lanes, workers)
+        driver = _Driver(cluster, runs, [run for run in runs if run not in done], lanes, workers, log)
         stack.callback(driver.close)
         driver.drive(on_start, on_event, on_end, stop)
     records = [done[run] if run in done else driver.record(run) for run in runs]
@@ -227,9 +231,15 @@ class _Driver:
     """Sends packs out, shows what comes back, and sends again what was lost."""
 
     def __init__(
-        self, cluster: Cluster, runs: list[PendingRun], todo: list[PendingRun], lanes: int | None, workers: int | None
+        self,
+        cluster: Cluster,
+        runs: list[PendingRun],
+        todo: list[PendingRun],
+        lanes: int | None,
+        workers: int | None,
+        log: Sequence[str],
     ) -> None:
-        self.cluster, self.runs, self.workers = cluster, runs, workers
+        self.cluster, self.runs, self.workers, self.log = cluster, runs, workers, log
         self.board = Board(runs[0].directory.parent / BOARD / f"{os.uname().nodename}-{os.getpid()}-{time.time_ns()}")
         self.board.folder.mkdir(parents=True)
         self.attempts = dict.fromkeys(todo, 0)
@@ -253,6 +263,7 @@ class _Driver:
             self.board.folder,
             Path.cwd(),
             torch.get_num_threads(),
+            self.log,
         )
 
     def drive(
