@@ -47,7 +47,8 @@ ROOMS = (
     "errors", "options", "registry", "plugins", "nn", "accelerators",
     "bench.files", "bench.seeds", "bench.metrics", "bench.timing", "bench.vision", "bench.config", "bench.data", "bench.models",
     "bench.methods",
-    "bench.engine", "bench.loggers", "bench.runs", "bench.progress", "bench.report", "bench.analysis", "bench.api",
+    "bench.engine", "bench.loggers", "bench.runs", "bench.progress", "bench.report", "bench.interchange",
+    "bench.analysis", "bench.api",
     "bench.speed", "paper", "integrations", "bench.cli", "__main__",
 )  # fmt: skip
 # Imports that go up, each for a reason.

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tbbn.bench.cli import analyse, data, demo, inspect, report, reproduce, speed, train, verify
+from tbbn.bench.cli import analyse, data, demo, inspect, interchange, report, reproduce, speed, train, verify
 from tbbn.bench.cli.common import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -26,7 +26,18 @@ from tbbn.errors import UserError, printable, unknown_name
 from tbbn.plugins import failure, load_plugin
 
 _LONGEST = 4000  # characters of an error
-MODULES = (demo, train, reproduce, inspect, report, analyse, verify, data, speed)  # in the order of the help
+MODULES = (
+    demo,
+    train,
+    reproduce,
+    inspect,
+    report,
+    analyse,
+    verify,
+    data,
+    interchange,
+    speed,
+)  # in the order of the help
 
 
 class Parser(argparse.ArgumentParser):
@@ -119,8 +130,11 @@ def _run(words: list[str]) -> int:
     settings: dict[str, Any] = {}
     if words[0] in commands and commands[words[0]].get_default("takes_settings"):
         settings, words = split_settings(words, commands[words[0]].options)
+    rest: list[str] = []
+    if words[0] in commands and commands[words[0]].get_default("takes_rest") and "--" in words:
+        words, rest = words[: words.index("--")], words[words.index("--") + 1 :]
     args = parser.parse_args(words)
-    args.settings, args.plugins = settings, plugins
+    args.settings, args.plugins, args.rest = settings, plugins, rest
     require_bench(args.command)
     for plugin in plugins:
         load_plugin(plugin)

@@ -1,0 +1,58 @@
+"""``tbbn import``: settings of other programs as a recipe of this one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+from tbbn.bench.cli.common import Command
+from tbbn.errors import UserError, printable
+
+_IMPORT_EXAMPLE = "tbbn import facil -- --approach lucir --num-tasks 10 --nc-first-task 50 --num-exemplars 2000"
+
+
+def add(command: Command) -> None:
+    line = "Turn FACIL's flags or PyCIL's JSON into a recipe, and say what differs."
+    made = command("import", _import, line, _IMPORT_EXAMPLE)
+    made.set_defaults(takes_rest=True)
+    made.add_argument("program", metavar="PROGRAM", help="facil (its flags after --) or pycil (its JSON file)")
+    made.add_argument("file", metavar="FILE", nargs="?", help="pycil: the JSON file")
+    made.add_argument(
+        "--out", metavar="RECIPE.toml", help="the recipe to write (default: PROGRAM.toml, or FILE with .toml)"
+    )
+    made.add_argument("--overwrite", action="store_true", help="replace the recipe if it is there")
+    made.add_argument("--json", action="store_true", help="print what was taken over as JSON")
+
+
+def _import(args: argparse.Namespace) -> int:
+    from tbbn.bench.files import write_atomic
+    from tbbn.bench.interchange.facil import import_facil
+    from tbbn.bench.interchange.pycil import import_pycil
+
+    if args.program == "facil":
+        if not args.rest or args.file:
+            raise UserError(f"tbbn import facil needs the flags of FACIL after two dashes: {_IMPORT_EXAMPLE}")
+        found, title = import_facil(args.rest), f"From FACIL: {' '.join(args.rest)}"
+    elif args.program == "pycil":
+        if not args.file or args.rest:
+            raise UserError("tbbn import pycil needs a config of PyCIL: tbbn import pycil exps/icarl.json")
+        found, title = import_pycil(Path(args.file)), f"From PyCIL: {args.file}"
+    else:
+        raise UserError(f"tbbn import knows facil and pycil, got {args.program!r:.60}.")
+    out = Path(args.out or (f"{Path(args.file).stem}.toml" if args.file else f"{args.program}.toml"))
+    text = found.recipe(printable(title))
+    if out.exists() and not args.overwrite:
+        raise UserError(f"{out}: exists; choose another file with --out, or add --overwrite.")
+    write_atomic(out, text.encode())
+    if args.json:
+        lines = [{"kind": line.kind, "given": line.given, "here": line.here} for line in found.lines]
+        print(json.dumps({"recipe": str(out), "settings": found.settings, "lines": lines}, indent=1))
+        return 0
+    for line in found.lines:
+        print(printable(str(line)))
+    counts = Counter(line.kind for line in found.lines)
+    print(f"\n{', '.join(f'{count} {kind}' for kind, count in counts.items())}.")
+    print(printable(f"wrote {out}; look at it with tbbn run {out} --dry-run"))
+    return 0
