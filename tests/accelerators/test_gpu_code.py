@@ -124,6 +124,21 @@ def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_pa
     check(compiled, whole if memory_format is CONTIGUOUS and shape[2] < 8 else split, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "memory_format"),
+    [((64, 32, 16, 16), torch.bfloat16, LAST), nightly((64, 512, 7, 7), torch.float32, CONTIGUOUS)],
+    ids=str,
+)
+def test_the_kernels_of_norms_by_sample_compile(compiled, shape, dtype, memory_format, tmp_path):
+    from tbbn.accelerators.triton import sample
+
+    x = torch.zeros(shape, dtype=dtype).to(memory_format=memory_format).requires_grad_()
+    same, mean, var = sample.sample_moments(x)
+    y = sample.sample_affine(same, mean, var, torch.zeros(shape[1]), relu=True, residual=x)
+    y.sum().backward()
+    check(compiled, {"moments", "add_moments_gradient", "affine", "affine_back"}, tmp_path)
+
+
 def test_a_thread_has_whole_runs_of_pixels(compiled, monkeypatch):
     """If threads shared the runs of a row, they would have to shuffle the sums of each row; see ``ROWS_FIRST``."""
     from tbbn.accelerators.triton import norm_launch

@@ -62,6 +62,8 @@ def norm_act(
 
     ``moments`` of ``x``, as :func:`conv_moments` returns them, save the norm a pass.
     """
+    if hasattr(norm, "normaliser") and _by_sample(norm, x):
+        return _normalise(norm, x, relu, residual, moments)
     if not isinstance(norm, _FUSABLE) or norm.output_statistics or torch.compiler.is_compiling() or _hooked(norm):
         return activate(norm(x), relu, residual)
     if not norm.training:
@@ -71,6 +73,25 @@ def norm_act(
     if backend is None:
         return activate(task_balanced_batch_norm(*given), relu, residual)
     return backend.norm_act(*given, relu=relu, residual=residual, moments=moments)
+
+
+def _by_sample(norm: Any, x: Tensor) -> bool:
+    """Whether the kernels for norms with a ``normaliser`` take the place of the norm's own forward."""
+    return (
+        x.is_cuda and TRITON and x.dim() == 4 and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and x.numel() > 0 and not torch.compiler.is_compiling() and not under_transform() and not _hooked(norm)
+    )  # fmt: skip
+
+
+def _normalise(norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moments: Tensor | None) -> Tensor:
+    """:func:`norm_act` for a norm with a ``normaliser`` (``tbbn.nn.comparison``): the passes over ``x`` are kernels."""
+    from tbbn.accelerators.triton import sample
+
+    x, mean, var = sample.sample_moments(x, moments)
+    normaliser = norm.normaliser(x, mean, var)
+    if normaliser is None:
+        return activate(norm(x), relu, residual)
+    return sample.sample_affine(x, *normaliser, relu=relu, residual=residual)
 
 
 def _eval_act(norm: nn.BatchNorm2d | PlannedNorm, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
@@ -96,7 +117,7 @@ class Convolved(NamedTuple):
 def conv_moments(conv: nn.Module, x: Tensor, norm: nn.Module) -> Convolved:
     """A convolution followed by ``norm``, with the moments that :func:`norm_act` takes, if both can."""
     if isinstance(conv, Conv2d):
-        return conv.with_moments(x, moments=isinstance(norm, _FUSABLE))
+        return conv.with_moments(x, moments=isinstance(norm, _FUSABLE) or hasattr(norm, "normaliser"))
     return Convolved(conv(x), x, None)
 
 

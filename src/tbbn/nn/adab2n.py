@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tbbn.errors import UserError
 from tbbn.nn.active import recomputing
-from tbbn.nn.comparison import AnyDims, apply_affine, pixels_last
+from tbbn.nn.comparison import AnyDims, Normaliser, apply_affine, pixels_last
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
 from tbbn.nn.modules import BalancedNorm, RowsPerSample, arguments, as_leaf, with_pixels
 from tbbn.nn.plan import Layout
@@ -100,17 +100,43 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         self.penalty = None
         if layout is None or not layout.past_tasks:
             return task_balanced_batch_norm(*arguments(self, x, None))  # batch norm
-        assert self.running_mean is not None and self.running_var is not None
         rows = pixels_last(x)
-        member = member.to(rows.device, rows.dtype)  # (B, tasks)
-        counts = member.sum(0)
-        concentration = self.task_logits[: member.shape[1]].to(rows.dtype).exp() + counts
-        share = concentration / concentration.sum() / counts.clamp_min(torch.finfo(counts.dtype).tiny)
-        # An absent task keeps its share, as published. No matrix products: autocast would round them.
-        weights = (member * torch.where(counts > 0, share, 0)).sum(1, keepdim=True)  # (B, 1)
+        weights = self._weights(member.to(rows.device, rows.dtype))
         mean = (weights * rows.mean(2)).sum(0)  # (C,)
         centred = rows - mean.view(1, -1, 1)
         var = (weights * centred.square().mean(2)).sum(0)
+        self._follow(mean, var)
+        y = centred * (var + self.eps).rsqrt().view(1, -1, 1)
+        return apply_affine(y, self.weight, self.bias).view(x.shape).to(x.dtype)
+
+    def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser | None:
+        """None where rows are not samples, or the layer is batch norm."""
+        if not self.training:
+            return None
+        try:
+            layout, member = self.find_layout(x)
+        except RowsPerSample:
+            return None
+        if layout is None or not layout.past_tasks:
+            return None
+        self.penalty = None
+        weights = self._weights(member.to(mean.device, mean.dtype))
+        batch_mean = (weights * mean).sum(0)
+        batch_var = (weights * (var + (mean - batch_mean).square())).sum(0)
+        self._follow(batch_mean, batch_var)
+        return Normaliser.of(batch_mean, (batch_var + self.eps).rsqrt(), self)
+
+    def _weights(self, member: Tensor) -> Tensor:
+        """The weight of each row (B, 1) from its task (B, tasks)."""
+        counts = member.sum(0)
+        concentration = self.task_logits[: member.shape[1]].to(member.dtype).exp() + counts
+        share = concentration / concentration.sum() / counts.clamp_min(torch.finfo(counts.dtype).tiny)
+        # An absent task keeps its share, as published. No matrix products: autocast would round them.
+        return (member * torch.where(counts > 0, share, 0)).sum(1, keepdim=True)
+
+    def _follow(self, mean: Tensor, var: Tensor) -> None:
+        """Update the running statistics, and take the penalty on their distance."""
+        assert self.running_mean is not None and self.running_var is not None
         if not recomputing():
             with torch.no_grad():
                 self._track(mean, var)
@@ -120,8 +146,6 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
                 self.running_var.to(var.dtype, copy=True),
             )
             self.penalty = self.strength * (F.mse_loss(mean, running_mean) + F.mse_loss(var, running_var))
-        y = centred * (var + self.eps).rsqrt().view(1, -1, 1)
-        return apply_affine(y, self.weight, self.bias).view(x.shape).to(x.dtype)
 
 
 def penalty(module: nn.Module) -> Tensor | None:

@@ -2,11 +2,14 @@
 
 Each has batch norm's constructor, so that ``tbbn.convert`` can put it into any model, and accepts (N, C, ...) input. The default
 is the norm as published; where the code released with the paper differs, an option gives that (docs/norms.md lists them).
+
+All of them map channel c of sample n by ``(x - center) * scale + shift``, and take the three from the mean and variance of each
+channel of each sample. ``normaliser`` is that step, for kernels that do the passes over ``x`` (``tbbn.accelerators.fused``).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +49,48 @@ def apply_affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
     return y if bias is None else y + bias.view(shape)
 
 
+class Normaliser(NamedTuple):
+    """``(x - center) * scale + shift``, each for every sample and channel: tensors that broadcast to (N, C)."""
+
+    center: Tensor
+    scale: Tensor
+    shift: Tensor
+
+    @classmethod
+    def of(cls, center: Tensor, inverse: Tensor, layer: Any, shift: Tensor | None = None) -> Normaliser:
+        """``(x - center) * inverse + shift``, then the affine map of ``layer``."""
+        if layer.weight is not None:
+            inverse, shift = inverse * layer.weight, None if shift is None else shift * layer.weight
+        if layer.bias is not None:
+            shift = layer.bias if shift is None else shift + layer.bias
+        return cls(center, inverse, center.new_zeros(1) if shift is None else shift)
+
+
+def batch_moments(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance (C,) over the batch from those of each sample: the law of total variance."""
+    between, batch_mean = torch.var_mean(mean, 0, unbiased=False)
+    return batch_mean, between + var.mean(0)
+
+
+def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of the group of each channel, (N, C), from those of the channels."""
+    parts = mean.unflatten(1, (groups, -1))
+    between, group_mean = torch.var_mean(parts, 2, unbiased=False, keepdim=True)
+    group_var = between + var.unflatten(1, (groups, -1)).mean(2, keepdim=True)
+    return group_mean.expand_as(parts).flatten(1), group_var.expand_as(parts).flatten(1)
+
+
+@torch.no_grad()
+def track(layer: Any, mean: Tensor, var: Tensor, n: int) -> None:
+    """Move the running statistics of a batch norm, if it has any, to the mean and biased variance of ``n`` values a channel."""
+    if layer.running_mean is None or layer.running_var is None or not layer.track_running_stats:
+        return
+    layer.num_batches_tracked.add_(1)
+    momentum = layer.momentum if layer.momentum is not None else 1 / float(layer.num_batches_tracked)
+    update_average(layer.running_mean, mean, momentum)
+    update_average(layer.running_var, var * n / max(n - 1, 1), momentum)
+
+
 class InstanceNorm(nn.GroupNorm):
     """Instance norm: each channel of each sample by its own mean and variance (Ulyanov et al., 2016), with an affine map."""
 
@@ -55,6 +100,9 @@ class InstanceNorm(nn.GroupNorm):
         self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__(num_features, num_features, eps, affine, device, dtype)
+
+    def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser:
+        return Normaliser.of(mean, (var + self.eps).rsqrt(), self)
 
 
 class GroupNorm(nn.GroupNorm):
@@ -84,6 +132,10 @@ class GroupNorm(nn.GroupNorm):
         check_groups("gn", groups, num_features)
         super().__init__(groups, num_features, eps, affine, device, dtype)
 
+    def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser:
+        mean, var = group_moments(mean, var, self.num_groups)
+        return Normaliser.of(mean, (var + self.eps).rsqrt(), self)
+
 
 class ContinualNorm(AnyDims, AnyBatchNorm):
     """Continual norm: group norm without an affine map, then batch norm, whose state it has (Pham et al., ICLR 2022)."""
@@ -101,6 +153,17 @@ class ContinualNorm(AnyDims, AnyBatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.group_norm(x, self.groups, eps=self.eps))
+
+    def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser:
+        group_mean, group_var = group_moments(mean, var, self.groups)
+        inverse = (group_var + self.eps).rsqrt()
+        # What batch norm sees: the channels after group norm.
+        seen_mean, seen_var = batch_moments((mean - group_mean) * inverse, var * inverse.square())
+        if self.training:
+            track(self, seen_mean, seen_var, x.numel() // x.shape[1])
+        elif self.running_mean is not None and self.running_var is not None:
+            seen_mean, seen_var = self.running_mean, self.running_var
+        return Normaliser.of(group_mean + seen_mean / inverse, inverse * (seen_var + self.eps).rsqrt(), self)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, groups={self.groups}"
@@ -134,29 +197,29 @@ class SwitchableNorm(AnyDims, AnyBatchNorm):
         self._check_input_dim(x)
         rows = pixels_last(x)
         var_in, mean_in = torch.var_mean(rows, 2, unbiased=self.unbiased)  # (N, C)
+        mean, inverse = self._mixture(mean_in, var_in, rows.shape[2])
+        y = (rows - mean.unsqueeze(2)) * inverse.unsqueeze(2)
+        return apply_affine(y, self.weight, self.bias).view(x.shape).to(x.dtype)
+
+    def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser:
+        pixels = x.shape[2:].numel()
+        return Normaliser.of(*self._mixture(mean, var * pixels / (pixels - 1) if self.unbiased else var, pixels), self)
+
+    def _mixture(self, mean_in: Tensor, var_in: Tensor, pixels: int) -> tuple[Tensor, Tensor]:
+        """The mean and the inverse standard deviation of each channel of each sample (N, C)."""
         # Law of total variance: the mean of the parts' variances plus the variance of their means.
         var_ln, mean_ln = torch.var_mean(mean_in, 1, unbiased=False, keepdim=True)
         var_ln = var_ln + var_in.mean(1, keepdim=True)
         if self.training or self.running_mean is None or self.running_var is None:
             var_bn, mean_bn = torch.var_mean(mean_in, 0, unbiased=False)
             var_bn = var_bn + var_in.mean(0)
-            self._track(mean_bn, var_bn, rows.shape[0] * rows.shape[2])
+            if self.training:
+                track(self, mean_bn, var_bn, mean_in.shape[0] * pixels)
         else:
-            mean_bn, var_bn = self.running_mean.to(rows.dtype), self.running_var.to(rows.dtype)
+            mean_bn, var_bn = self.running_mean.to(mean_in.dtype), self.running_var.to(mean_in.dtype)
         wm, wv = self.mean_weight.softmax(0), self.var_weight.softmax(0)
         mean = wm[0] * mean_in + wm[1] * mean_ln + wm[2] * mean_bn
-        inv = (wv[0] * var_in + wv[1] * var_ln + wv[2] * var_bn + self.eps).rsqrt()
-        y = (rows - mean.unsqueeze(2)) * inv.unsqueeze(2)
-        return apply_affine(y, self.weight, self.bias).view(x.shape).to(x.dtype)
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, var: Tensor, n: int) -> None:
-        if self.running_mean is None or self.running_var is None or not (self.training and self.track_running_stats):
-            return
-        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-        momentum = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)  # type: ignore[arg-type]
-        update_average(self.running_mean, mean, momentum)
-        update_average(self.running_var, var * n / max(n - 1, 1), momentum)
+        return mean, (wv[0] * var_in + wv[1] * var_ln + wv[2] * var_bn + self.eps).rsqrt()
 
 
 class BatchRenorm(AnyDims, AnyBatchNorm):
@@ -212,22 +275,32 @@ class BatchRenorm(AnyDims, AnyBatchNorm):
         shape = (1, -1) + (1,) * (x.dim() - 2)
         rows = x.to(statistics_dtype(x))
         if self.training:
-            y = self._renormalise(rows, shape)
+            if rows.numel() == rows.shape[1]:
+                raise ValueError(
+                    f"BatchRenorm: expected more than 1 value per channel in training, got {tuple(rows.shape)}."
+                )
+            var, mean = torch.var_mean(rows, [d for d in range(rows.dim()) if d != 1], unbiased=False)
+            factor, d = self._correction(mean, var)
+            y = (rows - mean.view(shape)) * factor.view(shape) + d.view(shape)
         else:
             sigma = self._sigma(self.running_var.to(rows.dtype))
             y = (rows - self.running_mean.view(shape)) / sigma.view(shape)
         return apply_affine(y, self.weight, self.bias).to(x.dtype)
 
-    def _renormalise(self, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser:
+        assert self.running_mean is not None and self.running_var is not None
+        if not self.training:
+            return Normaliser.of(self.running_mean, 1 / self._sigma(self.running_var), self)
+        mean, var = batch_moments(mean, var)
+        factor, d = self._correction(mean, var)
+        return Normaliser.of(mean, factor, self, d)
+
+    def _correction(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        """``r / sigma_B`` and ``d`` for the moments (C,) of a batch. Updates the running statistics."""
         assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
-        if rows.numel() == rows.shape[1]:
-            raise ValueError(
-                f"BatchRenorm: expected more than 1 value per channel in training, got {tuple(rows.shape)}."
-            )
-        var, mean = torch.var_mean(rows, [d for d in range(rows.dim()) if d != 1], unbiased=False)
         sigma = self._sigma(var)
         with torch.no_grad():
-            old_mean, old_sigma = self.running_mean.to(rows.dtype), self._sigma(self.running_var.to(rows.dtype))
+            old_mean, old_sigma = self.running_mean.to(mean.dtype), self._sigma(self.running_var.to(mean.dtype))
             r_max, d_max = self._limits()
             r = torch.clamp(sigma / old_sigma, 1 / r_max, r_max)
             d = torch.clamp((mean - old_mean) / old_sigma, -d_max, d_max)
@@ -237,4 +310,4 @@ class BatchRenorm(AnyDims, AnyBatchNorm):
                 (new_sigma - self.eps).square() if self.eps_on_std else new_sigma.square() - self.eps
             )
             self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-        return (rows - mean.view(shape)) * (r / sigma).view(shape) + d.view(shape)
+        return r / sigma, d

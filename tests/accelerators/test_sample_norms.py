@@ -1,0 +1,199 @@
+"""Norms with a ``normaliser``, on the kernels: equal to their own forward (see ``tests/helpers/interpreter.py``)."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from interpreter import INTERPRETED, RUNNING, apart, equals_itself_captured, here, interpret, needs_gpu, on_device
+from torch import Tensor, nn
+
+import tbbn
+from tbbn.accelerators import fused
+from tbbn.accelerators.eager import activate
+from tbbn.nn.adab2n import AdaptiveBalancedNorm
+from tbbn.nn.comparison import BatchRenorm, ContinualNorm, GroupNorm, InstanceNorm, SwitchableNorm
+
+if RUNNING:
+    from tbbn.accelerators.triton import sample
+
+C = 16
+NORMS: dict[str, Any] = {
+    "in": lambda: InstanceNorm(C),
+    "gn": lambda: GroupNorm(C, groups=4),
+    "gn without affine": lambda: GroupNorm(C, groups=2, affine=False),
+    "cn": lambda: ContinualNorm(C, groups=4),
+    "cn, cumulative": lambda: ContinualNorm(C, groups=4, momentum=None),
+    "cn without running statistics": lambda: ContinualNorm(C, groups=4, track_running_stats=False),
+    "sn": lambda: SwitchableNorm(C),
+    "sn, unbiased": lambda: SwitchableNorm(C, unbiased=True),
+    "brn": lambda: BatchRenorm(C),
+    "brn, eps on std": lambda: BatchRenorm(C, eps=1e-3, eps_on_std=True),
+    "adab2n": lambda: AdaptiveBalancedNorm(C),
+}
+
+
+@here
+def test_the_kernels_pass_on_the_interpreter():
+    interpret(__file__)
+
+
+def noise(*shape: int, value: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(value))
+
+
+def made(name: str, device: str) -> nn.Module:
+    """A layer whose parameters and running statistics are not those of a new one."""
+    layer = NORMS[name]()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for t in layer.parameters():
+            t.add_(torch.randn(t.shape, generator=generator) * 0.3)
+        for key, t in layer.named_buffers():
+            if key in ("running_mean", "running_var"):
+                t.add_(torch.rand(t.shape, generator=generator))
+            elif key == "num_batches_tracked":
+                t.fill_(12_000 if isinstance(layer, BatchRenorm) else 3)  # so that its limits are open
+    return layer.to(device)
+
+
+def by_kernels(norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moments: Tensor | None = None) -> Tensor:
+    return fused._normalise(norm, x, relu, residual, moments)
+
+
+def by_forward(norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moments: Tensor | None = None) -> Tensor:
+    return activate(norm(x), relu, residual)
+
+
+def worked(
+    form: Any, norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moments: Tensor | None = None
+) -> dict[str, Any]:
+    """The output, all gradients and all buffers after a training step."""
+    norm, x = copy.deepcopy(norm), x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    residual = None if residual is None else residual.detach().clone().requires_grad_()
+    with (
+        tbbn.balance(norm, current=4, memory=2, past_tasks=2)
+        if isinstance(norm, AdaptiveBalancedNorm)
+        else nullcontext()
+    ):
+        y = form(norm, x, relu, residual, moments)
+    loss = (y.float() * noise(*y.shape, value=3).to(y.device)).sum() + (tbbn.penalty(norm) or 0)
+    loss.backward()
+    grads = {f"grad of {name}": t.grad for name, t in norm.named_parameters()}
+    return {
+        "y": y, "dx": x.grad, "dresidual": None if residual is None else residual.grad, **grads, **dict(norm.named_buffers())
+    }  # fmt: skip
+
+
+def parts_of(x: Tensor, parts: int) -> Tensor:
+    pieces = x.detach().float().flatten(2).unflatten(2, (parts, -1))  # (N, C, parts, pixels)
+    var, mean = torch.var_mean(pieces, 3, unbiased=False)
+    return torch.stack((mean, var)).transpose(2, 3).contiguous()
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], bound: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, want in theirs.items():
+        assert (ours[name] is None) == (want is None), name
+        if want is not None:
+            want = want.double()
+            far = apart(ours[name], want) if want.norm() else float(ours[name].double().norm())
+            assert far < bound, (name, far)
+
+
+@on_device
+@pytest.mark.parametrize("name", NORMS)
+def test_a_training_step_equals_the_layers_own(name, device):
+    norm = made(name, device)
+    x = (
+        (noise(6, C, 5, 7) * 2 + noise(1, C, 1, 1, value=1) * 3)
+        .to(device)
+        .contiguous(memory_format=torch.channels_last)
+    )
+    residual = noise(6, C, 5, 7, value=2).to(device)
+    given = (norm, x, True, residual)
+    close(worked(by_kernels, *given), worked(by_forward, *given), 2e-5)
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("last", "relu", "adds", "parts", "shape"),
+    [
+        (True, False, False, None, (6, C, 1, 1)),
+        (False, True, False, None, (6, C, 9, 30)),  # a tile and a bit
+        (False, False, True, 4, (6, C, 4, 4)),
+        (True, True, True, 1, (6, C, 4, 4)),
+        (True, True, False, 2, (6, C, 8, 2)),
+    ],
+)
+def test_formats_moments_and_what_follows(last, relu, adds, parts, shape, device, monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(sample, "_TILE", 1024)
+    norm = made("cn", device)
+    x = noise(*shape).to(device)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    given = (norm, x, relu, noise(*shape, value=2).to(device) if adds else None)
+    moments = None if parts is None else parts_of(x, parts)
+    if shape[2:] == (1, 1):
+        norm.training = False  # one value a channel has no variance: batch norm refuses it in torch
+    close(worked(by_kernels, *given, moments), worked(by_forward, *given), 2e-5)
+
+
+@on_device
+@pytest.mark.parametrize("name", NORMS)
+def test_eval_mode_equals_the_layers_own(name, device):
+    norm, x = made(name, device).eval(), noise(3, C, 4, 4).to(device)
+    with torch.no_grad():
+        ours, want = by_kernels(norm, x, True, None), by_forward(norm, x, True, None)
+    assert apart(ours, want) < 1e-5
+
+
+@on_device
+def test_channels_that_fill_no_block(device):
+    norm, x = GroupNorm(80, groups=5).to(device), noise(2, 80, 3, 3).to(device)
+    close(worked(by_kernels, norm, x, True, None), worked(by_forward, norm, x, True, None), 2e-5)
+
+
+@on_device
+def test_half_precision_keeps_its_type(device):
+    norm, x = made("sn", device), noise(6, C, 4, 4).to(device, torch.float16)
+    ours, want = worked(by_kernels, norm, x, True, None), worked(by_forward, norm, x.float(), True, None)
+    assert ours["y"].dtype == ours["dx"].dtype == torch.float16
+    close(ours, want, 2e-3)
+
+
+@here
+def test_on_the_cpu_the_layer_itself_is_called(monkeypatch):
+    monkeypatch.setattr(fused, "_normalise", lambda *_: pytest.fail("no kernels on a CPU"))
+    norm, x = made("cn", "cpu"), noise(4, C, 3, 3)
+    assert torch.equal(fused.norm_act(copy.deepcopy(norm), x), by_forward(norm, x, True, None))
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NORMS)
+def test_a_network_uses_the_kernels_and_can_be_captured(name):
+    norm = made(name, "cuda")
+    x = noise(6, C, 8, 8).to("cuda", torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    calls = []
+    real = fused._normalise
+    fused._normalise = lambda *given: (calls.append(1), real(*given))[1]  # type: ignore[assignment]
+    try:
+        assert fused.norm_act(norm, x).dtype == torch.bfloat16 and calls
+    finally:
+        fused._normalise = real
+
+    def work() -> list[Tensor]:
+        own = x.detach().requires_grad_()
+        with tbbn.balance(norm, current=4, memory=2, past_tasks=2) if name == "adab2n" else nullcontext():
+            y = fused.norm_act(norm, own)
+        return [y, *torch.autograd.grad(y.float().square().sum(), own)]
+
+    if "cumulative" not in name and name not in (
+        "brn",
+        "brn, eps on std",
+    ):  # the others read a counter or move by each step
+        assert equals_itself_captured(work)
