@@ -60,6 +60,9 @@ def test_mistakes_are_one_line_and_leave_nothing(runs: Path, tmp_path: Path, cap
     assert "unknown metric 'A_x'" in wrong("--metrics", "A_f,A_x")
     assert "unknown kind of figure 'pie'" in wrong("--plot", str(tmp_path / "x.png"), "--kind", "pie")
     assert wrong("--html", str(tmp_path / "x.txt")).endswith("x.txt'.")
+    assert "--drift takes a number of images from 1 on, got 0." in wrong(
+        "--html", str(tmp_path / "x.html"), "--drift", "0"
+    )
     assert files(tmp_path) == []
 
 
@@ -74,12 +77,12 @@ def test_a_run_counts_once_and_is_drawn_when_asked(runs: Path, tmp_path: Path, c
 
 def test_a_page_and_all_its_files(report, tmp_path: Path) -> None:
     page, folder = tmp_path / "new" / "page.html", tmp_path / "files"
-    report("--html", str(page), "--files", str(folder))
+    report("--html", str(page), "--files", str(folder), "--drift", "4")
     assert page.read_text().startswith("<!doctype html>")
     figures = [
         f"{name}.{suffix}"
-        for name in ("accuracy", "errors", "forgetting", "gain", "matrix")
+        for name in ("accuracy", "drift", "errors", "forgetting", "gain", "matrix")
         for suffix in ("png", "svg")
     ]
-    tables = ["cost", "environment", "errors", "gain", "results", "runs", "settings"]
+    tables = ["cost", "drift", "environment", "errors", "gain", "results", "runs", "settings", "shares"]
     assert files(folder) == sorted([*figures, *(f"{name}.{suffix}" for name in tables for suffix in ("csv", "tex"))])

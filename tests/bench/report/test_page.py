@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -136,12 +137,14 @@ def test_the_same_runs_give_the_same_page(written: str) -> None:
     assert page_of(runs_of("digits")) == written
 
 
-def test_a_part_of_the_caller_comes_after_the_results(tmp_path: Path) -> None:
+def test_parts_of_the_caller_have_their_places(tmp_path: Path) -> None:
     runs = {Path("a"): record(MATRICES[0])}
     drift = Section("drift", "Drift", "A line.", (Table(("a", "b"), (("1", "2"),)),), (Panel("p", lambda axes: None),))
-    shown = sections(runs, after_results=[drift, Section("empty", "Empty")])
-    assert [section.name for section in shown][:3] == ["results", "drift", "accuracy"]
-    assert "empty" not in [section.name for section in shown] and "gain" not in [section.name for section in shown]
+    names = [
+        section.name for section in sections(runs, (), [drift, Section("empty", "Empty")], [replace(drift, name="b")])
+    ]
+    assert names[:3] == ["results", "drift", "accuracy"] and names[names.index("b") + 1] == "cost"
+    assert "empty" not in names and "gain" not in names, "one norm alone has nothing to gain"
     assert "<h2>Drift</h2>\n<p>A line.</p>" in html([drift], runs)
     assert {path.name for path in write_files([drift], tmp_path)} == {
         "drift.csv",

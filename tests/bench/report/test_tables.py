@@ -103,6 +103,19 @@ def test_groups_with_one_label_show_the_settings_that_differ() -> None:
     ]
 
 
+def test_norms_with_other_settings_show_them_and_stand_in_blocks_of_their_own() -> None:
+    runs = [
+        record(A, train__epochs=3),
+        record(A, train__epochs=3, norm__name="gn"),
+        record(A, train__epochs=4, norm__name="in"),
+    ]
+    assert labels(runs) == ["ft + bn [train.epochs=3]", "ft + gn [train.epochs=3]", "ft + in [train.epochs=4]"]
+    assert [[g.setup for g in block] for block in blocks(groups(runs))] == [
+        ["ft [train.epochs=3]"] * 2,
+        ["ft [train.epochs=4]"],
+    ]
+
+
 def test_an_unfinished_run_is_not_in_the_mean_but_in_the_status() -> None:
     broken = record(C[:1], status="diverged", seed=2)
     table = summary_table([record(A, seed=0), record(B, seed=1), broken])

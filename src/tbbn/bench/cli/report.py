@@ -34,6 +34,12 @@ def add(command: Command) -> None:
     made.add_argument("--kind", default="accuracy", help="figure to draw: accuracy, forgetting, gain, matrix or errors")
     made.add_argument("--html", metavar="FILE.html", help="also write a page with all tables and figures")
     made.add_argument(
+        "--drift",
+        type=int,
+        metavar="N",
+        help="page: also measure the drift of statistics, on N images a task; needs the data",
+    )
+    made.add_argument(
         "--files", metavar="FOLDER", help="also write every figure as SVG and PNG, every table as LaTeX and CSV"
     )
 
@@ -71,9 +77,15 @@ def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list
 
         lines.append(f"figure: {save_figure(figure(list(runs.values()), args.kind), args.plot)}")
     if args.html or args.files:
+        from tbbn.bench.analysis.sections import drift_section, shares_section
         from tbbn.bench.report.page import html, sections, write_files
 
-        shown = sections(runs, metrics, [_paper(runs)])
+        analyses = [shares_section(list(runs.values()))]
+        if args.drift is not None:
+            if args.drift < 1:
+                raise UserError(f"--drift takes a number of images from 1 on, got {args.drift}.")
+            analyses.append(drift_section(runs, args.drift))
+        shown = sections(runs, metrics, [_paper(runs)], analyses)
         if args.html:
             from tbbn.bench.files import write_atomic
 

@@ -20,7 +20,7 @@ class Group:
     """Runs that differ only in their seeds."""
 
     config: RunConfig  # without seeds, and without settings that say where it ran, not what it did
-    detail: str  # settings that distinguish the group from others with its method and norm
+    detail: str  # settings that distinguish the group from others with its method, besides the norm
     runs: dict[Seed, Record]
 
     @property
@@ -56,7 +56,7 @@ class Group:
     @property
     def apart_from_norm(self) -> RunConfig:
         """What groups have in common that differ in their norm alone."""
-        return replace(self.config, norm=NormChoice(""))
+        return _without_norm(self.config)
 
 
 def groups(records: Sequence[Record]) -> list[Group]:
@@ -68,12 +68,12 @@ def groups(records: Sequence[Record]) -> list[Group]:
         seed = config.seed, config.data.class_order_seed
         if seed not in runs or runs[seed].status != "finished":
             runs[seed] = record
-    alike: dict[str, list[RunConfig]] = {}
+    alike: dict[str, dict[RunConfig, None]] = {}
     for config in found:
-        alike.setdefault(config.label, []).append(config)
+        alike.setdefault(config.names[0], {})[_without_norm(config)] = None
     always = _scenario_settings(list(found))
-    details = {config: text for configs in alike.values() for config, text in _details(configs, always).items()}
-    return [Group(config, details[config], runs) for config, runs in found.items()]
+    details = {config: text for configs in alike.values() for config, text in _details(list(configs), always).items()}
+    return [Group(config, details[_without_norm(config)], runs) for config, runs in found.items()]
 
 
 def blocks(found: Sequence[Group]) -> list[list[Group]]:
@@ -89,6 +89,10 @@ def _without_seed(config: RunConfig) -> RunConfig:
     return replace(config, seed=0, device="", threads=0, data=data, save=SaveConfig())
 
 
+def _without_norm(config: RunConfig) -> RunConfig:
+    return replace(config, norm=NormChoice(""))
+
+
 def _scenario_settings(configs: Sequence[RunConfig]) -> list[str]:
     """Settings that every label must show where they are not the same for all: data set, scenario, protocol, epoch kept."""
     names = dict.fromkeys(config.data.name for config in configs)
@@ -101,7 +105,7 @@ def _scenario_settings(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _details(configs: Sequence[RunConfig], always: Sequence[str]) -> dict[RunConfig, str]:
-    """What distinguishes these configs, whose labels are equal: the settings in ``always``, and as few others as do it."""
+    """What distinguishes these configs of one method: the settings in ``always``, and as few others as do it."""
     trees = [flatten(to_dict(config)) for config in configs]
     keys = sorted({key for tree in trees for key in tree}, key=_by_telling)
     chosen = list(always)

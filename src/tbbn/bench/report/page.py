@@ -42,8 +42,10 @@ class Section:
         return [table for table in (*self.tables, *self.folded) if table.rows]
 
 
-def sections(runs: Runs, metrics: Sequence[str] = (), after_results: Sequence[Section] = ()) -> list[Section]:
-    """What a page shows of these runs, without what is empty. ``after_results`` come after the table of results."""
+def sections(
+    runs: Runs, metrics: Sequence[str] = (), after_results: Sequence[Section] = (), before_cost: Sequence[Section] = ()
+) -> list[Section]:
+    """What a page shows of these runs, without what is empty; sections of the caller stand where their names say."""
     records = list(runs.values())
     metrics = metrics or default_metrics(records)
     found = groups(records)
@@ -74,6 +76,7 @@ def sections(runs: Runs, metrics: Sequence[str] = (), after_results: Sequence[Se
             "errors", "Error types", "",
             (errors_table(found),), tuple(errors_panels(found)),
         ),
+        *before_cost,
         Section("cost", "Cost", "", (cost_table(found),)),
         Section("settings", "Settings", "", (differences_table(found),), folded=(common_table(found),)),
         Section("environment", "Environment", "", (environment_table(records),)),

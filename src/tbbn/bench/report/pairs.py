@@ -64,8 +64,8 @@ def pairs_table(found: Sequence[Pair], metrics: Sequence[str]) -> Table:
 
 def difference(gains: Sequence[float]) -> str:
     """
-    >>> difference([1.0, 2.0, 3.0]), difference([-1.0])
-    ('+2.0 (0.6)', '-1.0')
+    >>> difference([1.0, 2.0, 3.0]), difference([-1.0]), difference([-0.01])
+    ('+2.0 (0.6)', '-1.0', '+0.0')
     """
-    mean = f"{statistics.fmean(gains):+.1f}"
+    mean = f"{round(statistics.fmean(gains), 1) + 0.0:+.1f}"  # adding 0 takes the sign of -0 away
     return mean if len(gains) == 1 else f"{mean} ({statistics.stdev(gains) / sqrt(len(gains)):.1f})"
