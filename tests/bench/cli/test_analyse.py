@@ -31,6 +31,17 @@ def test_drift_of_two_runs(runs: Path, tmp_path: Path, capsys: Capture) -> None:
     assert "no running statistics" in mistake(capsys, "drift", str(runs / "ft-gn_groups=8_-0"))
 
 
+def test_slots_of_a_run(runs: Path, capsys: Capture) -> None:
+    folder = str(runs / "ft-bn-0")
+    assert main(("slots", folder, "--batches", "1")) == 0
+    assert "new, in memory slots" in capsys.readouterr().out
+    assert main(("slots", folder, "--json")) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["run"] == "ft-bn-0" and entry["new_in_current"]["images"] > 0
+    assert "no exemplars of past tasks" in mistake(capsys, "slots", folder, "--task", "1")
+    assert "--batches must be at least 1" in mistake(capsys, "slots", folder, "--batches", "0")
+
+
 def test_the_choice_of_epoch(tmp_path: Path, capsys: Capture) -> None:
     words = ("epochs", *TINY, "--data.validation", "0.25", "--train.epochs", "2", "--norm", "bn", "--quiet")
     assert main((*words, "--plot", str(tmp_path / "epochs.png"))) == 0

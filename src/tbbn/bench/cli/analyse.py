@@ -1,4 +1,4 @@
-"""``tbbn shares``, ``drift`` and ``epochs``: what is behind a result."""
+"""``tbbn shares``, ``drift``, ``slots`` and ``epochs``: what is behind a result."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ def add(command: Command) -> None:
     line = "Show each task's share in the statistics of a norm, with r and r*. Trains nothing."
     shares = command("shares", _shares, line, "tbbn shares --data cifar100 --norm bn,tbbn,tbbn(rule=current),weighted")
     _add_settings(shares, norm="bn,tbbn,weighted")
-    line = (
-        "Show how far the running statistics of saved runs are from those of all tasks in equal parts, layer by layer."
-    )
+    line = "Show how far the running statistics of saved runs are from those of all tasks in equal parts."
     drift = command("drift", _drift, line, "tbbn drift runs/demo/ft-bn-0 runs/demo/ft-tbbn-0 --plot drift.png")
     drift.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps, of the same backbone")
-    drift.add_argument("--task", type=int, metavar="N", help="look at the network after task N (default: the last)")
     drift.add_argument("--images", type=int, default=0, metavar="N", help="use N images of each task (default: all)")
-    line = (
-        "Train, score the network after every epoch on past and new tasks, and show which epoch each rule would keep."
-    )
+    line = "Show whether saved networks tell new images from past ones by their statistics."
+    slots = command("slots", _slots, line, "tbbn slots runs/demo/ft-tbbn-0 --batches 20")
+    slots.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
+    slots.add_argument("--batches", type=int, default=20, metavar="N", help="training batches to try (default: 20)")
+    for made in (drift, slots):
+        made.add_argument("--task", type=int, metavar="N", help="look at the network after task N (default: the last)")
+    line = "Train, score the network after every epoch, and show which epoch each rule would keep."
     epochs = command(
         "epochs", _epochs, line, "tbbn epochs --protocol paper --data digits --data.validation 0.1 --plot epochs.png"
     )
     _add_settings(epochs, norm="bn,tbbn")
     epochs.add_argument("--quiet", action="store_true", help="hide progress")
-    for made in (shares, drift, epochs):
+    for made in (shares, drift, slots, epochs):
         made.add_argument("--format", default="text", help="text, md, csv or latex (default: text)")
     for made, what in ((drift, "drift of every layer"), (epochs, "score of every epoch")):
         made.add_argument("--plot", metavar="FILE.png", help=f"also draw the {what}")
+    for made, what in ((drift, "drift of every layer"), (slots, "counts"), (epochs, "score of every epoch")):
         made.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
 
 
@@ -88,6 +90,22 @@ def _drift(args: argparse.Namespace) -> int:
     else:
         print(drift_table(labels, found).render(args.format))
     return _say(picture)
+
+
+def _slots(args: argparse.Namespace) -> int:
+    from tbbn.bench.analysis.loading import run_after
+    from tbbn.bench.analysis.slots import slots, slots_table
+
+    if args.batches < 1:
+        raise UserError(f"--batches must be at least 1, got {args.batches}.")
+    folders = run_folders(args.runs)
+    task = None if args.task is None else args.task - 1
+    found = [slots(run_after(folder, task), args.batches) for folder in folders]
+    if args.json:
+        print(json.dumps([{"run": f.name, **asdict(s)} for f, s in zip(folders, found, strict=True)], indent=1))
+    else:
+        print(slots_table([folder.name for folder in folders], found).render(args.format))
+    return 0
 
 
 def _epochs(args: argparse.Namespace) -> int:
