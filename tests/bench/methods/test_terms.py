@@ -192,6 +192,12 @@ def test_k_means_with_fewer_points_than_centres_repeats_them(n_points: int) -> N
     assert {tuple(c) for c in centres.tolist()} == {tuple(p) for p in points.tolist()}
 
 
+def test_k_means_never_draws_a_point_at_distance_zero_from_its_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = torch.tensor([[1.0, 2.0], [1.0, 2.0], [5.0, 2.0], [1.0, 2.0]])
+    monkeypatch.setattr(torch, "rand", lambda n, **_: torch.zeros(n, dtype=torch.float64))
+    assert terms.k_means(points, 2, seed(), n_iterations=0).tolist() == [[1.0, 2.0], [5.0, 2.0]]
+
+
 HALF_LABELS = torch.tensor([0, 1, 2, 3, 1])
 IN_FLOAT32 = {
     "cross_entropy": lambda cast: terms.cross_entropy(cast(S), HALF_LABELS),
