@@ -183,12 +183,12 @@ def choose(mutant: Mutant, source: str, tests: dict[str, dict[str, Any]], limit:
     function = f"{mutant.file}:{function_at(source, mutant.line)}"
     named = (f"/test_{Path(mutant.file).stem}.py", "/test_wires.py")
     folders = tuple(f"tests/{place}/" for place in AREAS[mutant.area])
-    seen = [t for t in tests if function in tests[t]["calls"]]
-    if not seen:  # run on import: tests of the area, and all that call anything in the file
-        file = f"{mutant.file}:"
-        seen = [t for t in tests if t.startswith(folders) or any(c.startswith(file) for c in tests[t]["calls"])]
-    seen.sort(key=lambda test: (not any(name in test for name in named), tests[test]["seconds"]))
-    near = [test for test in seen if test.startswith(folders) or any(name in test for name in named)]
+    seen, close = [t for t in tests if function in tests[t]["calls"]], {t for t in tests if any(n in t for n in named)}
+    if not seen:  # run on import: any test may see it, first of all those that call something in the file
+        seen = list(tests)
+        close |= {t for t in tests if any(call.startswith(f"{mutant.file}:") for call in tests[t]["calls"])}
+    seen.sort(key=lambda test: (test not in close, tests[test]["seconds"]))
+    near = [test for test in seen if test.startswith(folders) or test in close]
     chosen = []
     for group in (near, [test for test in seen if test not in near]):
         ends = itertools.accumulate(tests[test]["seconds"] for test in group)
