@@ -49,7 +49,10 @@ AREAS = {  # where the code is, below the package; its tests are in the folder o
 }
 # Tests left out: of GPU code, of the command line and of the docs, and those that fuzz; slow, and others see the same code.
 LEFT_OUT = ("accelerators", "/cli/", "/fuzz/", "/stateful/", "_docs.", "_examples.", "_compile.", "_export.", "_speed.")
-PRELOADED = ("torch._dynamo", "torch.onnx", "numpy", "sklearn.datasets", "safetensors.torch", "matplotlib.pyplot")
+PRELOADED = (
+    "torch._dynamo", "torch.onnx", "numpy", "sklearn.datasets", "safetensors.torch", "matplotlib.pyplot", "pytest",
+    "xdist.plugin", "pygments.lexers.python", "hypothesis.strategies", "hypothesis.internal.conjecture.engine",
+)  # fmt: skip
 MARKS = "not slow and not gpu and not nightly"
 FAILED, TIMEOUT = 70, 124  # not exit codes of pytest
 
@@ -117,6 +120,7 @@ def in_child(tests: list[str], limit: float, plugin: Watcher | None = None, resu
             if plugin:
                 plugin.install()
             options = ["-q", "-p", "no:cacheprovider", "-m", MARKS, f"--basetemp={WORK}/tmp", "--hypothesis-seed=0"]
+            options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # pytest's plugins are loaded already
             code = int(pytest.main([*options, *([] if plugin else ["-x"]), *tests], plugins=[plugin] if plugin else []))
             if plugin is not None and result is not None and code in (0, 1, 5):
                 result.write_text(json.dumps(plugin.found()))
