@@ -156,7 +156,7 @@ def _evaluation_problem(
     again = result.predictions
     differing = (again != predictions).double().mean().item() if len(again) == len(predictions) else 1.0
     if differing > tolerated:
-        return f"{100 * differing:.2g} % of the saved network's predictions differ from the stored ones. {why}".rstrip()
+        return f"{100 * differing:.3g} % of the saved network's predictions differ from the stored ones. {why}".rstrip()
     apart = max(abs(a - b) for a, b in zip(result.task_il, record.task_il[t], strict=True))
     if apart > tolerated:
         return f"task-IL accuracy: the record says {record.task_il[t]}, the saved network gives {result.task_il}. {why}"
