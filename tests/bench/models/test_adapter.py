@@ -55,6 +55,11 @@ def test_a_module_may_return_its_stages() -> None:
     assert body.has_stages and body.n_features == 6 and body(torch.zeros(2, 1, 8, 8)).stages[0].shape == (2, 6, 6, 6)
 
 
+def test_a_module_needs_no_parameters() -> None:
+    register_backbone("pixels", "the image itself")(nn.Flatten)
+    assert backbone("pixels", in_channels=1, image_size=(8, 6)).n_features == 48
+
+
 @pytest.mark.parametrize(
     ("factory", "wanted"),
     [
