@@ -241,6 +241,7 @@ def test_in_another_environment_rounding_may_change_a_few_predictions(
     assert "evaluation after task 3" in problems(finished)
     n_changed = 4
     problem = problems(tmp_path / "run")["evaluation after task 3"]
-    assert problem.startswith("13.3 % of the saved network's predictions differ") and "here torch was 9.9, is" in problem
+    assert problem.startswith("13.3 % of the saved network's predictions differ")
+    assert "here torch was 9.9, is" in problem
     monkeypatch.setattr(states, "evaluate", lambda *a: real(*a)._replace(predictions=torch.zeros(7)))
     assert problems(finished)["evaluation after task 3"].startswith("100 % of the saved network's predictions differ")
