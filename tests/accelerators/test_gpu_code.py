@@ -114,7 +114,7 @@ def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_pa
     x = torch.zeros(shape, dtype=dtype).to(memory_format=memory_format)
     weight, bias, mean, var = torch.zeros(4, shape[1]).unbind()
     counted = torch.zeros((), dtype=torch.int64)
-    running = norm_launch.Running(mean, var, plan.running, plan.running, 0.1, counted, False)
+    running = norm_launch.Running(mean, var, plan.running, plan.sizes, 0.1, counted, False)
     given = (weight, bias, plan.gather, plan.scatter)
     y, stats = norm_launch.forward(x, *given, 1e-5, running, relu=True, residual=x)
     norm_launch.backward(x, x, *given, stats, 1e-5, y, residual=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +22,13 @@ class Kernel:
 
     def __init__(self) -> None:
         self.ran: list[tuple[str, tuple[Any, ...]]] = []
+        self.compiled = SimpleNamespace()  # what else a compiled kernel knows
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def ordinary(*arguments: Any, PDL: bool, num_warps: int) -> Any:
             values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments)
             self.ran.append(("ordinary", (*grid, *values, PDL)))
-            return SimpleNamespace(run=self.replayed, function=7, packed_metadata=8)
+            return SimpleNamespace(run=self.replayed, function=7, packed_metadata=8, **vars(self.compiled))
 
         return ordinary
 
@@ -37,7 +41,7 @@ class Kernel:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     from tbbn.accelerators.triton import replay
 
-    monkeypatch.setattr(replay, "_recordings", {})
+    monkeypatch.setattr(replay, "_thread", replay._Thread())
     monkeypatch.setattr(replay, "raw_stream", lambda device: 5)
     return Kernel()
 
@@ -105,4 +109,82 @@ def test_the_number_of_recordings_is_bounded(kernel: Kernel, monkeypatch: pytest
     monkeypatch.setattr(replay, "_MOST", 3)
     for i in range(10):
         norm(kernel, torch.zeros(8), i)
-        assert len(replay._recordings) <= 3
+        assert len(replay._thread.recordings) <= 3
+
+
+class Driver:
+    """The two functions of the CUDA driver that a prepared launch needs; ``seen`` has what they are given."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.error = sizes, 0
+        self.seen: list[tuple[Any, ...]] = []
+        self.cuFuncGetParamInfo = self.parameter
+        number = ctypes.CFUNCTYPE(ctypes.c_int, *4 * [ctypes.c_void_p])
+        self.cuLaunchKernelEx = number(self.launch)
+
+    def parameter(self, function: int, index: int, offset: Any, size: Any) -> int:
+        assert function == 7
+        if index == len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[index]
+        return 0
+
+    def launch(self, config: int, function: int, places: int, extra: int | None) -> int:
+        x, y, z, threads, *_, shared = struct.unpack("7I", ctypes.string_at(config, 28))
+        stream, attributes, count = struct.unpack("QQI", ctypes.string_at(config + 32, 20))
+        early = count and struct.unpack("QI", ctypes.string_at(attributes, 12))
+        given = struct.unpack(f"{len(self.sizes)}Q", ctypes.string_at(places, 8 * len(self.sizes)))
+        types = {1: "b", 4: "i", 8: "Q"}
+        values = [
+            struct.unpack(types[n], ctypes.string_at(place, n))[0] for n, place in zip(self.sizes, given, strict=True)
+        ]
+        self.seen.append(((x, y, z, threads, shared), stream, early, values))
+        assert (function, extra) == (7, None)
+        return self.error
+
+
+@pytest.fixture
+def cuda(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    from tbbn.accelerators.triton import driver
+
+    found = Driver([8, 8, 4, 8, 8])
+    monkeypatch.setattr(driver, "library", lambda: found)
+    types = dict(zip(Kernel.arg_names, ("*fp32", "*fp32", "i32", "constexpr", "constexpr"), strict=True))
+    kernel.compiled = SimpleNamespace(
+        src=SimpleNamespace(signature=types),
+        metadata=SimpleNamespace(
+            num_warps=4, num_ctas=1, shared=256, launch_pdl=True, launch_cooperative_grid=False, global_scratch_size=0
+        ),
+    )
+    return found
+
+
+def test_the_driver_gets_what_triton_would_give_it(kernel: Kernel, cuda: Driver) -> None:
+    norm(kernel, torch.zeros(8))
+    for _ in range(2):
+        x, work = norm(kernel, torch.zeros(8))
+        assert cuda.seen.pop() == ((3, 2, 1, 128, 256), 5, (6, 1), [x.data_ptr(), work.data_ptr() + 32, 8, 0, 0])
+    assert [name for name, _ in kernel.ran] == ["ordinary"]
+
+
+def test_a_kernel_with_other_parameters_is_left_to_triton(kernel: Kernel, cuda: Driver) -> None:
+    cuda.sizes = [8, 8, 4, 8]
+    norm(kernel, torch.zeros(8))
+    norm(kernel, torch.zeros(8))
+    assert [name for name, _ in kernel.ran] == ["ordinary", "replayed"] and not cuda.seen
+
+
+def test_triton_says_what_is_wrong_with_a_first_launch(kernel: Kernel, cuda: Driver) -> None:
+    norm(kernel, torch.zeros(8))
+    cuda.error = 201  # a thread without a context
+    norm(kernel, torch.zeros(8))
+    assert [name for name, _ in kernel.ran] == ["ordinary", "ordinary"] and len(cuda.seen) == 1
+
+
+def test_every_thread_has_recordings_of_its_own(kernel: Kernel, cuda: Driver) -> None:
+    """The pointers of a call are in memory that the driver reads without Python's lock."""
+    norm(kernel, torch.zeros(8))
+    thread = threading.Thread(target=norm, args=(kernel, torch.zeros(8)))
+    thread.start()
+    thread.join()
+    assert [name for name, _ in kernel.ran] == ["ordinary", "ordinary"] and not cuda.seen

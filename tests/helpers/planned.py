@@ -63,13 +63,24 @@ def buffers(channels: int, device: str) -> tuple[Tensor, Tensor]:
     return torch.zeros(channels, device=device), torch.ones(channels, device=device)
 
 
-def compare(shape, past, device, current=None, dtype=torch.float32, offset=1.0, last=False, rule="paper", relu=False):
+def compare(
+    shape,
+    past,
+    device,
+    current=None,
+    dtype=torch.float32,
+    offset=1.0,
+    last=False,
+    rule="paper",
+    relu=False,
+    norm=triton_norm,
+):
     """Errors of output, gradients of input, weight and bias, running mean and variance against the literal form in float64."""
     current = current or shape[0] * 3 // 4
     plan = make_plan(current, shape[0] - current, past, device, rule=rule)
     x, weight, bias, g = draw(shape, device, dtype, offset, last)
     running = buffers(shape[1], device)
-    y = triton_norm(x, weight, bias, plan, running, relu=relu)
+    y = norm(x, weight, bias, plan, running, relu=relu)
     assert y.dtype == dtype and y.stride() == x.stride()
     got = (y, *torch.autograd.grad(y, (x, weight, bias), g), *running)
     assert got[1].dtype == dtype and got[1].stride() == x.stride()

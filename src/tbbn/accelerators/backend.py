@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tbbn.accelerators import eager
@@ -20,7 +21,7 @@ from tbbn.nn.plan import Plan
 from tbbn.nn.sync import RankPlan
 
 
-class Backend(Protocol):
+class Norm(Protocol):
     def supports(
         self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
@@ -34,6 +35,8 @@ class Backend(Protocol):
     ) -> Tensor:  # fmt: skip
         """The norm in training mode. Running statistics and the count ``batches`` are updated in place, if given."""
 
+
+class Backend(Norm, Protocol):
     def norm_act(
         self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
@@ -58,6 +61,21 @@ def find(
         if backend.supports(x, running_mean, running_var, weight, bias, plan):
             return backend
     return None
+
+
+def find_for_compiler(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
+) -> Norm | None:  # fmt: skip
+    """What supports these inputs in code that ``torch.compile`` compiles for a GPU; None: the reference."""
+    if not TRITON or torch._C._are_functorch_transforms_active() or _exporting() or isinstance(plan, RankPlan):
+        return None
+    from tbbn.accelerators.triton import compiled
+
+    return compiled if compiled.supports(x, running_mean, running_var, weight, bias, plan) else None
+
+
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # an older torch
 
 
 @cache

@@ -160,8 +160,18 @@ def _nothing_to_balance(module: nn.Module) -> UserError:
 
 
 def balanced_layers(module: nn.Module) -> Iterator[BalancedNorm]:
-    """The layers of ``module`` to which :func:`balance` gives a layout."""
-    return (m for m in module.modules() if isinstance(m, BalancedNorm))
+    """The layers of ``module`` to which :func:`balance` gives a layout, in the order of ``module.modules()``.
+
+    That takes four times as long, and every step looks for them.
+    """
+    left, seen = [module], set()
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.add(one)
+            left += reversed(one._modules.values())  # type: ignore[arg-type]
+            if isinstance(one, BalancedNorm):
+                yield one
 
 
 def is_balanced(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from tbbn.nn.private import functorch_active
 from tbbn.nn.sync import RankPlan, synchronised
 
 if TYPE_CHECKING:
-    from tbbn.accelerators.backend import Backend
+    from tbbn.accelerators.backend import Norm
 
 
 def reference(
@@ -92,8 +92,10 @@ def task_balanced_batch_norm(
         raise UserError(
             f"task_balanced_batch_norm: the plan covers {plan.scatter.shape[0]} rows but the input has {x.shape[0]}."
         )
-    if not torch.compiler.is_compiling():  # a compiler fuses the reference with its neighbours
-        backend = _find_backend()(x, running_mean, running_var, weight, bias, plan)
+    compiling = torch.compiler.is_compiling()  # for a CPU a compiler is given the reference
+    if x.is_cuda or not compiling:
+        find = _import_backends()[1] if compiling else _backends()[0]
+        backend = find(x, running_mean, running_var, weight, bias, plan)
         if backend is not None:
             return backend.norm(
                 x, running_mean, running_var, weight, bias, plan, momentum, eps, num_batches_tracked
@@ -109,32 +111,47 @@ def task_balanced_batch_norm(
         y, mean, var, plan = synchronised(x, weight, bias, plan, eps)
     else:
         y, mean, var = reference(x, weight, bias, plan, eps)
-    if running_mean is not None and running_var is not None:
-        # ``running`` (r,) is the share of each group; ``sizes`` (r,) is the number of rows that its unbiased variance counts.
-        counts = plan.sizes * x.shape[2:].numel()
-        unbiased = plan.running * counts / (counts - 1)
-        batch_mean, batch_var = product(plan.running[None], mean)[0], product(unbiased[None], var)[0]
-        if plan.total_variance:  # an option: the running variance includes the variance between groups
-            batch_var = batch_var + product(plan.running[None], (mean - batch_mean).square())[0]
-        update_average(running_mean, batch_mean, momentum)
-        update_average(running_var, batch_var, momentum)
+    update_running(running_mean, running_var, mean, var, plan, x.shape[2:].numel(), momentum)
     return y
 
 
-@cache
-def _find_backend() -> Callable[..., Backend | None]:
-    """``tbbn.accelerators.backend.find``: the only import of that folder from here. Without the folder nothing is found."""
+def _import_backends() -> tuple[Callable[..., Norm | None], Callable[..., Norm | None]]:
+    """How backends are found, for eager and for compiled code: the only import of ``tbbn.accelerators``. Without it: none."""
     try:
-        from tbbn.accelerators.backend import find
+        from tbbn.accelerators.backend import find, find_for_compiler
     except ModuleNotFoundError as error:
         if error.name != "tbbn.accelerators":
             raise
-        return lambda *inputs: None
-    return find
+        return _find_nothing, _find_nothing
+    return find, find_for_compiler
+
+
+def _find_nothing(*inputs: Any) -> None:
+    return None
+
+
+_backends = cache(_import_backends)  # a compiler would warn of the cache
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def update_running(
+    running_mean: Tensor | None, running_var: Tensor | None, mean: Tensor, var: Tensor, plan: Plan, pixels: int,
+    momentum: float | Tensor,
+) -> None:  # fmt: skip
+    """Move the running statistics, if there are any, towards the average of the groups' ``mean`` and ``var`` (r, C)."""
+    if running_mean is None or running_var is None:
+        return
+    # ``running`` (r,) is the share of each group; ``sizes`` (r,) is the number of rows that its unbiased variance counts.
+    counts = plan.sizes * pixels
+    unbiased = plan.running * counts / (counts - 1)
+    batch_mean, batch_var = product(plan.running[None], mean)[0], product(unbiased[None], var)[0]
+    if plan.total_variance:  # an option: the running variance includes the variance between groups
+        batch_var = batch_var + product(plan.running[None], (mean - batch_mean).square())[0]
+    update_average(running_mean, batch_mean, momentum)
+    update_average(running_var, batch_var, momentum)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbbn.accelerators.eager import activate, per_pixel, reference_gradients
+from tbbn.accelerators.eager import activate, reference_gradients
 from tbbn.accelerators.triton import norm_forward, norm_launch
 from tbbn.nn.plan import Plan
 
@@ -78,9 +78,8 @@ def _train(
         if batches is not None:
             batches.add_(1)
         return _apply(x, weight, bias, residual, plan, eps, None, relu, moments)
-    unbiased = per_pixel(plan, x.numel() // (x.shape[0] * x.shape[1])).unbiased
     running = norm_launch.Running(
-        running_mean, running_var, plan.running, unbiased, momentum, batches, plan.total_variance
+        running_mean, running_var, plan.running, plan.sizes, momentum, batches, plan.total_variance
     )
     y = _apply(x, weight, bias, residual, plan, eps, running, relu, moments)
     torch.autograd.graph.increment_version((running_mean, running_var))

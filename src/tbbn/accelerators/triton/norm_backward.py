@@ -14,8 +14,8 @@ import triton.language as tl
 from tbbn.accelerators.triton.launch import dependent_launch
 from tbbn.accelerators.triton.norm_forward import (
     gain_of,
-    groups_from,
     over_pixels,
+    plan_of,
     reverse_tile,
     tile,
     to_pixels,
@@ -81,7 +81,9 @@ def _backward_plan(
     level = tl.zeros((BATCH, CHANNELS), tl.float32)
     grad_weight = tl.zeros((CHANNELS,), tl.float32)
     for start in range(0, R, GROUPS):
-        group, known, w, u = groups_from(start, gather, scatter, row, B, R, gj, gb, vb, vj, GROUPS)
+        group = start + tl.arange(0, GROUPS)
+        known = group < R
+        w, u = plan_of(group, known, gather, scatter, row, B, gj, gb, vb, vj)
         saved = group[:, None] * C + channel[None, :]
         valid = known[:, None] & inside[None, :]
         off = tl.load(mean + saved, mask=valid, other=0.0) - centre[None, :]

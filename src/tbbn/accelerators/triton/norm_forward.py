@@ -122,21 +122,19 @@ def gain_of(weight, channel, inside, CHANNELS: tl.constexpr, WEIGHT: tl.constexp
 
 
 @triton.jit
-def groups_from(start, gather, scatter, row, B, R, gj, gb, vb, vj, GROUPS: tl.constexpr):
-    """GROUPS groups of the plan, a mask of those that exist, and their rows of gather and scatter (GROUPS, BATCH)."""
-    group = start + tl.arange(0, GROUPS)
-    known = group < R
+def plan_of(group, known, gather, scatter, row, B, gj, gb, vb, vj):
+    """The rows of gather and scatter (GROUPS, BATCH) of some groups; ``known`` says which of these exist."""
     there = known[:, None] & (row < B)[None, :]
     w = tl.load(gather + group[:, None] * gj + row[None, :] * gb, mask=there, other=0.0)
     u = tl.load(scatter + row[None, :] * vb + group[:, None] * vj, mask=there, other=0.0)
-    return group, known, w, u
+    return w, u
 
 
 @triton.jit
 def _forward_plan(
     m, v, row, channel, pivot, alone, weight, bias, gather, scatter, mean, var,
-    running_mean, running_var, running, unbiased, momentum, batches, eps,
-    B, C, R, gj, gb, vb, vj,
+    running_mean, running_var, running, sizes, momentum, batches, eps,
+    B, C, P, R, gj, gb, vb, vj,
     BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +147,9 @@ def _forward_plan(
     batch_square = tl.zeros((CHANNELS,), tl.float32)
     batch_var = tl.zeros((CHANNELS,), tl.float32)
     for start in range(0, R, GROUPS):
-        group, known, w, u = groups_from(start, gather, scatter, row, B, R, gj, gb, vb, vj, GROUPS)
+        group = start + tl.arange(0, GROUPS)
+        known = group < R
+        w, u = plan_of(group, known, gather, scatter, row, B, gj, gb, vb, vj)
         group_mean = tl.sum(w[:, :, None] * m[None, :, :], 1)  # (GROUPS, CHANNELS)
         off = m[None, :, :] - group_mean[:, None, :]
         group_var = tl.sum(w[:, :, None] * (v[None, :, :] + off * off), 1)
@@ -162,9 +162,10 @@ def _forward_plan(
         tl.store(var + out, group_var, mask=written)
         if RUNNING:
             share = tl.load(running + group, mask=known, other=0.0)[:, None]
+            count = tl.load(sizes + group, mask=known, other=0.0)[:, None] * P
             batch_mean += tl.sum(share * group_mean, 0)
             batch_square += tl.sum(share * group_mean * group_mean, 0)
-            batch_var += tl.sum(tl.load(unbiased + group, mask=known, other=0.0)[:, None] * group_var, 0)
+            batch_var += tl.sum(share * (count / (count - 1)) * group_var, 0)
     if BIAS:
         offset += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
     if RUNNING:
@@ -195,7 +196,7 @@ def _store(y, residual, offsets, mask, result, RELU: tl.constexpr, RESIDUAL: tl.
 @triton.jit
 def whole_forward(
     x, y, residual, weight, bias, gather, scatter, mean, var,
-    running_mean, running_var, running, unbiased, momentum, batches, eps,
+    running_mean, running_var, running, sizes, momentum, batches, eps,
     B, C, P, R, sb, sp, sc, gj, gb, vb, vj,
     BATCH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -211,7 +212,7 @@ def whole_forward(
     e = tl.where(mask, d - to_pixels(m), 0.0)
     factor, offset = _forward_plan(
         m, over_pixels(e * e) / P, row, channel, pivot, tl.program_id(0) == 0, weight, bias, gather, scatter, mean, var,
-        running_mean, running_var, running, unbiased, momentum, batches, eps, B, C, R, gj, gb, vb, vj,
+        running_mean, running_var, running, sizes, momentum, batches, eps, B, C, P, R, gj, gb, vb, vj,
         BATCH, CHANNELS, GROUPS, WEIGHT, BIAS, RUNNING, TOTAL, ON_DEVICE, COUNT,
     )  # fmt: skip
     _store(y, residual, offsets, mask, d * to_pixels(factor) + to_pixels(offset), RELU, RESIDUAL)
@@ -220,8 +221,8 @@ def whole_forward(
 @triton.jit
 def plan_forward(
     x, part_mean, part_var, factor, offset, weight, bias, gather, scatter, mean, var,
-    running_mean, running_var, running, unbiased, momentum, batches, eps,
-    B, C, R, sc, gj, gb, vb, vj,
+    running_mean, running_var, running, sizes, momentum, batches, eps,
+    B, C, P, R, sc, gj, gb, vb, vj,
     BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ABSOLUTE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
@@ -247,7 +248,7 @@ def plan_forward(
         m -= pivot[None, :]
     a, s = _forward_plan(
         m, v / PARTS, row, channel, pivot, tl.program_id(0) == 0, weight, bias, gather, scatter, mean, var,
-        running_mean, running_var, running, unbiased, momentum, batches, eps, B, C, R, gj, gb, vb, vj,
+        running_mean, running_var, running, sizes, momentum, batches, eps, B, C, P, R, gj, gb, vb, vj,
         BATCH, CHANNELS, GROUPS, WEIGHT, BIAS, RUNNING, TOTAL, ON_DEVICE, COUNT,
     )  # fmt: skip
     at = row[:, None] * C + channel[None, :]

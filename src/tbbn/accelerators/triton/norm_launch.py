@@ -21,8 +21,8 @@ class Running(NamedTuple):
 
     mean: Tensor
     var: Tensor
-    share: Tensor  # (r,), of each group in the mean
-    unbiased: Tensor  # (r,), in the variance, with the factor n / (n - 1)
+    share: Tensor  # (r,), of each group
+    sizes: Tensor  # (r,), rows that the unbiased variance of each group counts
     momentum: float | Tensor
     batches: Tensor | None  # (), the number of batches, counted in the same launch
     total: bool  # whether to add the variance between groups
@@ -60,8 +60,8 @@ def forward(
     bases = [x, y, residual, weight, bias, gather, scatter, stats, work, scratch, moments]
     tracked = None
     if running is not None:
-        mean, var, share, unbiased, momentum, batches, total = running
-        bases += (mean, var, share, unbiased, batches)
+        mean, var, share, sizes, momentum, batches, total = running
+        bases += (mean, var, share, sizes, batches)
         on_device = isinstance(momentum, Tensor)
         if isinstance(momentum, Tensor):
             bases.append(momentum)
@@ -116,7 +116,7 @@ def _forward(
         part_mean, part_var = moments.unbind()
     launches.launch(
         norm_forward.plan_forward, (-(-channels // tiles.block),),
-        x, part_mean, part_var, factor, offset, *given, rows, channels, groups, strides[2], *plan_strides,
+        x, part_mean, part_var, factor, offset, *given, rows, channels, pixels, groups, strides[2], *plan_strides,
         tiles.batch, tiles.block, tiles.groups, parts, moments is not None, *has, *tracked, num_warps=tiles.warps, **options,
     )  # fmt: skip
     launches.launch(

@@ -2,18 +2,23 @@
 
 ``kernel[grid](...)`` binds and inspects every argument. For kernels with 30 of them that is 25 to 60 µs of host time, and a layer
 launches six a step. The next launch with the same shapes differs only in its pointers. So the first launches of a configuration
-go the ordinary way and are recorded; later ones put new pointers into the recorded arguments and call the compiled kernel.
+go the ordinary way and are recorded; later ones put new pointers into the recorded arguments and call the CUDA driver, or where
+that cannot be done, the compiled kernel.
 
 Importing this module imports Triton; import it only for CUDA tensors.
 """
 
 from __future__ import annotations
 
+import ctypes
+import struct
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from tbbn.accelerators.triton import driver
 from tbbn.nn.private import raw_stream
 
 try:
@@ -27,6 +32,9 @@ Bases = Sequence[Tensor | None]
 Replay = Callable[[Bases, int], bool]
 
 
+_SLOTS = 64  # different pointers of a call, at most
+
+
 class Launches:
     """The launches of one call. Tensors among their arguments are ``bases`` of the call, or lie inside one of them."""
 
@@ -36,6 +44,9 @@ class Launches:
         self.complete = not any(start & _MISALIGNED for _, start, _ in self.places)
         self.calls: list[str] = []  # each launches a kernel, as Python source
         self.names: dict[str, Any] = {}  # what the calls refer to
+        self.slots = (ctypes.c_uint64 * _SLOTS)()  # where the driver reads the pointers of a call
+        self.pointers: list[str] = []  # what goes there, as Python source
+        self.prepared: list[driver.PreparedLaunch] = []
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch the ordinary way, and record it."""
@@ -44,11 +55,24 @@ class Launches:
             self.complete = False
             return
         values = (*arguments, *(options[name] for name in kernel.arg_names[len(arguments) :]))
-        words = ", ".join(self._address(v) if isinstance(v, Tensor) else repr(v) for v in values)
-        x, y, z = (*grid, 1, 1)[:3]
-        n = len(self.calls)
+        words = [self._address(v) if isinstance(v, Tensor) else repr(v) for v in values]
+        n, grid = len(self.calls), (*grid, 1, 1)[:3]
+        given = [self._slot(w) if isinstance(v, Tensor) else v for v, w in zip(values, words, strict=True)]
+        prepared = driver.prepare(compiled, grid, given) if len(self.pointers) <= _SLOTS else None
+        if prepared is not None:
+            self.prepared.append(prepared)
+            self.names[f"call{n}"] = prepared.call
+            self.calls.append(f"if launch(*call{n}): return failed({n})")
+            return
         self.names |= {f"run{n}": compiled.run, f"function{n}": compiled.function, f"data{n}": compiled.packed_metadata}
-        self.calls.append(f"run{n}({x}, {y}, {z}, stream, function{n}, data{n}, None, None, None, {words})")
+        x, y, z = grid
+        self.calls.append(f"run{n}({x}, {y}, {z}, stream, function{n}, data{n}, None, None, None, {', '.join(words)})")
+
+    def _slot(self, pointer: str) -> int:
+        """The address of the slot for a pointer."""
+        if pointer not in self.pointers:
+            self.pointers.append(pointer)
+        return ctypes.addressof(self.slots) + 8 * self.pointers.index(pointer)
 
     def _address(self, tensor: Tensor) -> str:
         """An expression for the tensor's address: the base it belongs to, and its offset there in bytes."""
@@ -75,14 +99,37 @@ class Launches:
             f"    {', '.join(f'a{i}' for i in range(self.bases))}, = bases",
             *(f"    a{i} = a{i}.data_ptr()" for i in given),
             f"    if ({' | '.join(f'a{i}' for i in given)}) & {_MISALIGNED}: return False",
-            *(f"    {call}" for call in self.calls),
-            "    return True",
         ]
+        if self.prepared:
+            self.names |= {
+                "slots": self.slots, "write": struct.Struct(f"={len(self.pointers)}Q").pack_into, "prepared": self.prepared,
+                "launch": driver.library().cuLaunchKernelEx, "failed": _failed,
+            }  # fmt: skip
+            lines += [
+                f"    write(slots, 0, {', '.join(self.pointers)})",
+                "    if stream != prepared[0].stream:",
+                "        for one in prepared: one.move_to(stream)",
+            ]
+        lines += [*(f"    {call}" for call in self.calls), "    return True"]
         exec("\n".join(lines), self.names)
         return self.names["replay"]
 
 
-_recordings: dict[Hashable, Replay] = {}
+def _failed(number: int) -> bool:
+    """If the driver refuses the first launch, nothing has been launched: Triton launches, or says what is wrong."""
+    if number:
+        raise RuntimeError("The CUDA driver refused to launch a kernel.")
+    return False
+
+
+class _Thread(threading.local):
+    """The recordings of this thread: the driver reads the pointers of a call from memory that belongs to the recording."""
+
+    def __init__(self) -> None:
+        self.recordings: dict[Hashable, Replay] = {}
+
+
+_thread = _Thread()
 
 
 def replayed(key: Hashable, bases: Bases) -> bool:
@@ -91,7 +138,7 @@ def replayed(key: Hashable, bases: Bases) -> bool:
     The key must hold everything that shapes the launches except the addresses of ``bases``: sizes, strides, types, constants,
     which bases are None, the device. The first base says where to launch.
     """
-    replay = _recordings.get(key)
+    replay = _thread.recordings.get(key)
     if replay is None or _is_profiled():
         return False
     return replay(bases, raw_stream(bases[0].device.index))  # type: ignore[union-attr]
@@ -99,10 +146,11 @@ def replayed(key: Hashable, bases: Bases) -> bool:
 
 def record(key: Hashable, launches: Launches) -> None:
     """Keep the launches of a call for the next calls with this key, if they can be replayed."""
-    if launches.complete and key not in _recordings:
-        if len(_recordings) >= _MOST:
-            _recordings.clear()
-        _recordings[key] = launches.replay()
+    recordings = _thread.recordings
+    if launches.complete and key not in recordings:
+        if len(recordings) >= _MOST:
+            recordings.clear()
+        recordings[key] = launches.replay()
 
 
 def _is_profiled() -> bool:
