@@ -74,10 +74,13 @@ def test_nothing_is_saved_that_batch_norm_would_not_save(device, relu):
 @on_device
 @pytest.mark.parametrize(("pixels", "inside"), [(4, False), (8, True), (256, True), (257, False)])
 def test_scratch_for_parts_reuses_a_small_output_that_is_large_enough(device, pixels, inside):
-    out, work = torch.empty(8, 2, pixels, device=device), torch.empty(2, 8, 2, device=device)
-    one, two = norm_launch.part_sums(work, norm_launch.scratch_for(work, 4, out), 4, out)
+    out = torch.empty(8, 2, pixels, device=device)
+    work = norm_launch.work_for(3, norm_launch.geometry_of(out, 2)[1], 4, out, out)
+    one, two = norm_launch.part_sums(3, work, 4, out)
+    assert not inside or len(work) == 3
     assert one.shape == two.shape == (32, 2) and one.data_ptr() != two.data_ptr()
     assert (one.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()) is inside
+    assert inside or one.data_ptr() >= work[3].data_ptr()
 
 
 @on_device

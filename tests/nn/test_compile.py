@@ -118,6 +118,32 @@ def test_checkpointing_inside_compiled_code_and_around_it():
         y.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own
+@pytest.mark.parametrize("norm", ["tbbn", "adab2n"])
+def test_reentrant_checkpointing_around_compiled_code_repeats_each_layout(norm):
+    """The first forward runs without gradients, the second in backward, here after both blocks or inside the second one."""
+    found = []
+    for way in ("plain", "after", "inside"):
+        model = network(norm)
+        call = model if way == "plain" else torch.compile(model, backend="aot_eager")
+        xs = [images(step).requires_grad_() for step in range(2)]
+        blocks = [layout(0, False, past) for past in (2, 3)]
+        for _ in range(2):  # the second time nothing is compiled
+            losses = []
+            for x, block in zip(xs, blocks, strict=True):
+                with tbbn.balance(model, **block):
+                    y = call(x) if way == "plain" else checkpoint(call, x, use_reentrant=True)
+                    losses.append(y.pow(2).sum())
+                    if way == "inside" and len(losses) == 2:
+                        sum(losses).backward()
+            if way != "inside":
+                sum(losses).backward()
+        found.append([*(x.grad for x in xs), *(p.grad for p in model.parameters()), *model.buffers()])
+    for got in found[1:]:
+        for a, b in zip(got, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_eval_after_training_and_training_after_eval():
     counter = CompileCounterWithBackend("eager")
     model = network()

@@ -68,14 +68,14 @@ def find_for_compiler(
     weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
 ) -> Norm | None:  # fmt: skip
     """What supports these inputs in code that ``torch.compile`` compiles for a GPU; None: the reference."""
-    if not TRITON or torch._C._are_functorch_transforms_active() or _exporting() or isinstance(plan, RankPlan):
+    exporting = getattr(
+        torch.compiler, "_is_exporting_flag", False
+    )  # is_exporting() is true in all that torch 2.11 compiles
+    if not TRITON or exporting or torch._C._are_functorch_transforms_active() or isinstance(plan, RankPlan):
         return None
     from tbbn.accelerators.triton import compiled
 
     return compiled if compiled.supports(x, running_mean, running_var, weight, bias, plan) else None
-
-
-_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # an older torch
 
 
 @cache

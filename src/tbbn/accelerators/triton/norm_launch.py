@@ -49,15 +49,12 @@ def forward(
     x, geometry = geometry_of(x, groups)
     tiles = geometry.tiles
     y, stats = torch.empty_like(x), gather.new_empty((2, groups, geometry.channels))
-    work = scratch = None
     parts = tiles.parts if moments is None else moments.shape[2]
-    if not tiles.whole:
-        work = gather.new_empty((2, geometry.rows, geometry.channels))
-        scratch = scratch_for(work, parts, y) if moments is None else None
+    work = None if tiles.whole else work_for(2, geometry, parts if moments is None else 1, y, gather)
     if residual is not None:
         residual = _strided_like(residual, x)
     weight, bias = _contiguous(weight), _contiguous(bias)
-    bases = [x, y, residual, weight, bias, gather, scatter, stats, work, scratch, moments]
+    bases = [x, y, residual, weight, bias, gather, scatter, stats, work, moments]
     tracked = None
     if running is not None:
         mean, var, share, sizes, momentum, batches, total = running
@@ -74,7 +71,7 @@ def forward(
         if not replayed(key, bases):
             launches = Launches(bases)
             _forward(launches, x, y, weight, bias, gather, scatter, eps, running, relu, residual, moments,
-                     stats, work, scratch, geometry, parts)  # fmt: skip
+                     stats, work, geometry, parts)  # fmt: skip
             record(key, launches)
     return y, stats
 
@@ -82,7 +79,7 @@ def forward(
 def _forward(
     launches: Launches, x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor,
     eps: float, running: Running | None, relu: bool, residual: Tensor | None, moments: Tensor | None,
-    stats: Tensor, work: Tensor | None, scratch: Tensor | None, geometry: Geometry, parts: int,
+    stats: Tensor, work: Tensor | None, geometry: Geometry, parts: int,
 ) -> None:  # fmt: skip
     strides, tiles, rows, channels, pixels, _ = geometry
     groups, (mean, var) = gather.shape[0], stats.unbind()
@@ -104,10 +101,10 @@ def _forward(
         )  # fmt: skip
         return
     assert work is not None
-    factor, offset = work.unbind()
+    factor, offset = work[:2].unbind()
     if moments is None:
         s = tiles.sums
-        part_mean, part_var = part_sums(work, scratch, parts, y)
+        part_mean, part_var = part_sums(2, work, parts, y)
         launches.launch(
             norm_forward.moments, s.over(rows, channels, parts),
             x, part_mean, part_var, rows, channels, pixels, pixels // parts, *strides, *s, num_warps=s.warps, **options,
@@ -156,11 +153,8 @@ def backward(
     weight = _contiguous(weight)
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-    work = scratch = None
-    if not tiles.whole:
-        work = gather.new_empty((3, geometry.rows, geometry.channels))
-        scratch = scratch_for(work, tiles.parts, dx)
-    bases = [grad, x, y, dx, dresidual, weight, dweight, dbias, gather, scatter, stats, work, scratch]
+    work = None if tiles.whole else work_for(3, geometry, tiles.parts, dx, gather)
+    bases = [grad, x, y, dx, dresidual, weight, dweight, dbias, gather, scatter, stats, work]
     key = (
         "backward", geometry.number, grad.dtype, gather.stride(), scatter.stride(), eps, y is None, residual,
         _type(weight), _type(bias),
@@ -169,7 +163,7 @@ def backward(
         if not replayed(key, bases):
             launches = Launches(bases)
             _backward(launches, grad, x, y, dx, dresidual, weight, dweight, dbias, gather, scatter, stats, eps,
-                      work, scratch, geometry)  # fmt: skip
+                      work, geometry)  # fmt: skip
             record(key, launches)
     return dx, dweight, dbias, dx if dresidual is None else dresidual
 
@@ -177,7 +171,7 @@ def backward(
 def _backward(
     launches: Launches, grad: Tensor, x: Tensor, y: Tensor | None, dx: Tensor, dresidual: Tensor | None,
     weight: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, gather: Tensor, scatter: Tensor, stats: Tensor,
-    eps: float, work: Tensor | None, scratch: Tensor | None, geometry: Geometry,
+    eps: float, work: Tensor | None, geometry: Geometry,
 ) -> None:  # fmt: skip
     strides, tiles, rows, channels, pixels, _ = geometry
     groups, (mean, var) = gather.shape[0], stats.unbind()
@@ -198,8 +192,8 @@ def _backward(
         )  # fmt: skip
         return
     assert work is not None
-    s, (factor, slope, level) = tiles.sums, work.unbind()
-    part_g, part_gx = part_sums(work, scratch, tiles.parts, dx)
+    s, (factor, slope, level) = tiles.sums, work[:3].unbind()
+    part_g, part_gx = part_sums(3, work, tiles.parts, dx)
     launches.launch(
         norm_backward.row_sums, s.over(rows, channels, tiles.parts),
         grad, x, output, mean, part_g, part_gx, rows, channels, pixels, pixels // tiles.parts, *strides, *s, relu,
@@ -217,26 +211,28 @@ def _backward(
     )  # fmt: skip
 
 
-def scratch_for(work: Tensor, parts: int, out: Tensor) -> Tensor | None:
-    """Memory for sums over parts of rows; None where ``work`` or the memory of ``out`` will do.
+def work_for(tables: int, geometry: Geometry, parts: int, out: Tensor, like: Tensor) -> Tensor:
+    """Memory for ``tables`` of values per row and channel, and behind them for two of sums over parts of rows.
 
-    ``out`` is written later. Where it is small, separate scratch would add much to the peak memory.
+    Sums need none of their own where there is one part, or where the memory of ``out`` will do, which is written later. Where it is
+    small, more scratch would add much to the peak memory.
     """
-    _, rows, channels = work.shape
+    _, _, rows, channels, _, _ = geometry
     taken = 8 * rows * parts * channels
-    if parts == 1 or taken <= out.nbytes <= 32 * taken:
-        return None
-    return work.new_empty((2, rows * parts, channels))
+    sums = 0 if parts == 1 or taken <= out.nbytes <= 32 * taken else 2 * parts
+    return like.new_empty((tables + sums, rows, channels))
 
 
-def part_sums(work: Tensor, scratch: Tensor | None, parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the two sums over parts of rows go: see :func:`scratch_for`."""
+def part_sums(tables: int, work: Tensor, parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the two sums over parts of rows go: see :func:`work_for`."""
     if parts == 1:
         return work[0], work[1]
-    if scratch is None:
-        _, rows, channels = work.shape
-        scratch = work.new_empty(0).set_(out.untyped_storage(), 0, (2, rows * parts, channels))  # type: ignore[call-overload]
-    return scratch[0], scratch[1]
+    _, rows, channels = work.shape
+    if len(work) > tables:
+        one, two = work[tables:].view(2, rows * parts, channels)
+    else:
+        one, two = work.new_empty(0).set_(out.untyped_storage(), 0, (2, rows * parts, channels))  # type: ignore[call-overload]
+    return one, two
 
 
 def _contiguous(parameter: Tensor | None) -> Tensor | None:
