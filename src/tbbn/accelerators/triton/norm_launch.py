@@ -214,8 +214,8 @@ def _backward(
 def work_for(tables: int, geometry: Geometry, parts: int, out: Tensor, like: Tensor) -> Tensor:
     """Memory for ``tables`` of values per row and channel, and behind them for two of sums over parts of rows.
 
-    Sums need none of their own where there is one part, or where the memory of ``out`` will do, which is written later. Where it is
-    small, more scratch would add much to the peak memory.
+    Sums need none of their own where there is one part, or where the memory of ``out`` will do, which is written later. Where
+    that is small, more scratch would add much to the peak memory.
     """
     _, _, rows, channels, _, _ = geometry
     taken = 8 * rows * parts * channels
