@@ -239,3 +239,19 @@ def test_dependent_launch_can_be_turned_off(monkeypatch, place, capability, earl
     monkeypatch.setenv("TBBN_PDL", early)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     assert launch.supports_pdl.__wrapped__(torch.device(place)) is can
+
+
+def test_the_plans_kernels_take_numbers_as_the_compiler_passes_them(compiled):
+    """Triton's launcher passes float32, torch.compile float64."""
+    from triton.compiler import ASTSource
+
+    from tbbn.accelerators.triton import norm_backward, norm_forward
+
+    sizes = {"BATCH": 64, "CHANNELS": 1, "GROUPS": 16, "PARTS": 2}
+    for kernel in (norm_forward.plan_forward, norm_backward.plan_backward):
+        types = {name: "i32" if len(name) < 3 and name != "x" else "*fp32" for name in kernel.arg_names}
+        types |= {name: "constexpr" for name in types if name.isupper() and len(name) > 1}
+        types |= {name: "fp64" for name in ("eps", "momentum") if name in types}
+        constants = {(i,): sizes.get(name, False) for i, name in enumerate(types) if types[name] == "constexpr"}
+        target = triton.runtime.driver.active.get_current_target()
+        assert triton.compile(ASTSource(kernel, types, constants), target, {"num_warps": 4}).asm["cubin"]

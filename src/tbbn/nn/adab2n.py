@@ -13,7 +13,7 @@ from tbbn.errors import UserError
 from tbbn.nn.active import recomputing
 from tbbn.nn.comparison import AnyDims, Normaliser, apply_affine, pixels_last
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
-from tbbn.nn.modules import BalancedNorm, RowsPerSample, arguments, as_leaf, run_uncompiled, with_pixels
+from tbbn.nn.modules import BalancedNorm, RowsPerSample, arguments, as_leaf, with_pixels
 from tbbn.nn.plan import Layout
 from tbbn.options import Option
 
@@ -93,6 +93,8 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         if not self.training:
             return super().forward(x)  # batch norm
         if self.must_run_uncompiled():
+            from tbbn.nn.uncompiled import run_uncompiled
+
             return run_uncompiled(AdaptiveBalancedNorm.forward, self, x)
         self._check_input_dim(x)
         try:

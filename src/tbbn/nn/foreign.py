@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from tbbn.errors import UserError
 from tbbn.nn.functional import task_balanced_batch_norm
-from tbbn.nn.modules import BalancedNorm, PlannedNorm, RowsPerSample, as_leaf, run_uncompiled, with_pixels
+from tbbn.nn.modules import BalancedNorm, PlannedNorm, RowsPerSample, as_leaf, with_pixels
 from tbbn.nn.private import AnyBatchNorm
 
 Normalise = Callable[[Tensor], Tensor]
@@ -94,6 +94,8 @@ class _OwnForward(ForeignNorm):
         if not self.training and getattr(self, "is_batch_norm_in_eval", False):
             return self.own.forward(self, *args, **kwargs)
         if isinstance(self, BalancedNorm) and self.must_run_uncompiled():
+            from tbbn.nn.uncompiled import run_uncompiled
+
             return run_uncompiled(_OwnForward.forward, self, *args, **kwargs)
         outer, _seen.norm = getattr(_seen, "norm", False), False
         try:

@@ -53,7 +53,7 @@ class BalancedNorm(AnyBatchNorm):
         super().__init__(*args, **kwargs)
         self._forwards: deque[Forward] = deque(maxlen=8)  # the last that checkpointing may repeat
         self._warns: bool | None = None  # of a training forward outside ``balance``; False: it has
-        self._uncompiled = False  # whether compiled code leaves its forwards to Python: see run_uncompiled
+        self._uncompiled = False  # whether compiled code leaves its forwards to Python: see tbbn.nn.uncompiled
 
     def prepare(self, layout: Layout) -> Any:
         """What the forward needs of ``layout``, made once when the block is entered. Raises if the layer cannot take it."""
@@ -85,7 +85,7 @@ class BalancedNorm(AnyBatchNorm):
         return layout, prepared
 
     def must_run_uncompiled(self) -> bool:
-        """Whether compiled code must leave this forward to Python: see :func:`run_uncompiled`."""
+        """Whether compiled code must leave this forward to Python: see ``tbbn.nn.uncompiled``."""
         if not torch.compiler.is_compiling():
             return False
         return self._uncompiled or (self.training and not torch.is_grad_enabled() and find(self) is not None)
@@ -123,17 +123,6 @@ class BalancedNorm(AnyBatchNorm):
                 "balance: nn.DataParallel cuts the batch, so the layout fits no part of it; use DistributedDataParallel."
             )
         return super()._replicate_for_data_parallel()
-
-
-@torch.compiler.disable
-def run_uncompiled(forward: Callable[..., Any], layer: BalancedNorm, *args: Any, **kwargs: Any) -> Any:
-    """``forward`` of a layer that checkpointing may repeat, and of the same layer ever after.
-
-    Re-entrant checkpointing, ``checkpoint(compiled, x, use_reentrant=True)``, runs a forward without gradients and repeats it in
-    backward, outside its block. Compiled code cannot know that it is repeated; Python code can, and finds the layout again.
-    """
-    layer._uncompiled = True
-    return forward(layer, *args, **kwargs)
 
 
 class PlannedNorm(BalancedNorm):
@@ -180,6 +169,8 @@ class PlannedNorm(BalancedNorm):
         if not self.training:
             return super().forward(x)  # batch norm by the running statistics
         if self.must_run_uncompiled():
+            from tbbn.nn.uncompiled import run_uncompiled
+
             return run_uncompiled(PlannedNorm.forward, self, x)
         try:
             plan = self.plan_of(x)

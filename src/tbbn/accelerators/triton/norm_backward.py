@@ -87,7 +87,7 @@ def _backward_plan(
         saved = group[:, None] * C + channel[None, :]
         valid = known[:, None] & inside[None, :]
         off = tl.load(mean + saved, mask=valid, other=0.0) - centre[None, :]
-        inv = tl.rsqrt(tl.load(var + saved, mask=valid, other=0.0) + eps)
+        inv = tl.rsqrt(tl.load(var + saved, mask=valid, other=0.0) + tl.cast(eps, tl.float32))
         inv = tl.where(known[:, None], inv, 0.0)
         scale = inv * gain[None, :]
         sum_g = tl.sum(u[:, :, None] * all_g[None, :, :], 1)  # (GROUPS, CHANNELS)

@@ -5,7 +5,7 @@ serves NCHW, channels_last and (N, C). ``B, C, P, R`` are the numbers of rows, c
 ``vb, vj`` are the strides of the plan's ``gather`` (r, B) and ``scatter`` (B, r).
 
 All arithmetic is float32 and relative to the channel's first element (the pivot): a large common offset then costs no more
-digits than in batch norm.
+digits than in batch norm. Numbers arrive as float32 from Triton's launcher, as float64 from ``torch.compile``.
 """
 
 # mypy: allow-untyped-defs
@@ -153,7 +153,7 @@ def _forward_plan(
         group_mean = tl.sum(w[:, :, None] * m[None, :, :], 1)  # (GROUPS, CHANNELS)
         off = m[None, :, :] - group_mean[:, None, :]
         group_var = tl.sum(w[:, :, None] * (v[None, :, :] + off * off), 1)
-        scale = tl.where(known[:, None], tl.rsqrt(group_var + eps), 0.0) * gain[None, :]
+        scale = tl.where(known[:, None], tl.rsqrt(group_var + tl.cast(eps, tl.float32)), 0.0) * gain[None, :]
         factor += tl.sum(u[:, :, None] * scale[:, None, :], 0)
         offset -= tl.sum(u[:, :, None] * (scale * group_mean)[:, None, :], 0)
         out = group[:, None] * C + channel[None, :]
@@ -174,7 +174,7 @@ def _forward_plan(
         if ON_DEVICE:
             step = tl.load(momentum).to(tl.float32)
         else:
-            step = momentum
+            step = tl.cast(momentum, tl.float32)
         old_mean = tl.load(running_mean + channel, mask=inside, other=0.0).to(tl.float32)
         old_var = tl.load(running_var + channel, mask=inside, other=0.0).to(tl.float32)
         tl.store(running_mean + channel, old_mean + step * (batch_mean + pivot - old_mean), mask=inside)
