@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from tbbn.accelerators import eager
@@ -18,6 +17,7 @@ from tbbn.accelerators.native import binding as native
 from tbbn.accelerators.transforms import under_transform
 from tbbn.accelerators.triton import TRITON
 from tbbn.nn.plan import Plan
+from tbbn.nn.private import exporting, functorch_active
 from tbbn.nn.sync import RankPlan
 
 
@@ -68,10 +68,7 @@ def find_for_compiler(
     weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
 ) -> Norm | None:  # fmt: skip
     """What supports these inputs in code that ``torch.compile`` compiles for a GPU; None: the reference."""
-    exporting = getattr(
-        torch.compiler, "_is_exporting_flag", False
-    )  # is_exporting() is true in all that torch 2.11 compiles
-    if not TRITON or exporting or torch._C._are_functorch_transforms_active() or isinstance(plan, RankPlan):
+    if not TRITON or exporting() or functorch_active() or isinstance(plan, RankPlan):
         return None
     from tbbn.accelerators.triton import compiled
 

@@ -65,3 +65,8 @@ raw_stream: Callable[[int], int] = _find("raw_stream")  # the handle of a device
 current_device: Callable[[], int] = _find("current_device")
 binary: str | None = _find("binary")  # torch's library of Python bindings; None: what the process itself has linked
 WrappedHook: Any = _find("WrappedHook")  # a hook that holds its module weakly
+
+
+def exporting() -> bool:
+    """Whether torch.export is tracing. The public ``is_exporting`` is true in all that torch 2.11 compiles."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)
