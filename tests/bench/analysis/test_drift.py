@@ -32,7 +32,7 @@ def inputs_of(run: Run, layer: str, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("norm", ["tbbn", "cn"])
 def test_drift_is_the_distance_from_the_mean_over_tasks(norm: str) -> None:
     run = finish(tiny(norm=norm, batch__evaluation=7))
-    for found in drift(run):
+    for found in drift(run, view="test"):
         layer = dict(run.network.named_modules())[found.layer]
         means, squares = [], []
         for task in run.scenario.tasks:
@@ -50,20 +50,38 @@ def test_drift_is_the_distance_from_the_mean_over_tasks(norm: str) -> None:
 
 def test_the_weight_of_the_newest_task_is_found_again() -> None:
     run = finish(tiny(norm="bn"))
-    first = drift(run)[0].layer
+    first = drift(run, view="test")[0].layer
     means = [inputs_of(run, first, task.train).mean((0, 2, 3)) for task in run.scenario.tasks]
     mixed = 0.7 * means[2] + 0.15 * (means[0] + means[1])
     dict(run.network.named_modules())[first].get_buffer("running_mean").copy_(mixed)
-    assert drift(run)[0].newest == pytest.approx(0.7, abs=1e-3)
+    assert drift(run, view="test")[0].newest == pytest.approx(0.7, abs=1e-3)
 
 
 def test_images_limit_what_is_read() -> None:
     run = finish(tiny(norm="bn", train__epochs=1))
-    assert drift(run, 10**6) == drift(run) != drift(run, 5)
+    assert drift(run, 10**6, "test") == drift(run, 0, "test") != drift(run, 5, "test")
     few = [replace(task, train=task.train[::5]) for task in run.scenario.tasks]  # 5 of 24 rows
-    wanted = drift(run, 5)
+    wanted = drift(run, 5, "test")
     run.scenario = replace(run.scenario, tasks=tuple(few))
-    assert drift(run) == wanted
+    assert drift(run, 0, "test") == wanted
+
+
+@pytest.mark.parametrize("method", ["ft", "joint"])
+def test_augmented_images_are_those_of_the_tasks_own_batches(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without augmentation, and with a whole number of batches, both views see the same images."""
+    run = finish(tiny(norm="bn", method=method, batch__augment="none", train__epochs=1, batch__last="short"))
+    for train, test in zip(drift(run), drift(run, view="test"), strict=True):
+        assert (train.mean, train.std) == pytest.approx((test.mean, test.std), rel=1e-4)
+    read: list[int] = []
+    monkeypatch.setattr("tbbn.bench.analysis.drift.evaluation_forward", lambda _, images, __: read.append(len(images)))
+    monkeypatch.setattr("tbbn.bench.analysis.drift._compare", lambda *_: None)
+    drift(run, 7)
+    assert sum(read) == 3 * 7
+
+
+def test_an_unknown_view_is_refused() -> None:
+    with pytest.raises(UserError, match="unknown view 'tset'"):
+        drift(finish(tiny(norm="bn", train__epochs=1)), view="tset")
 
 
 def test_a_saved_run_is_looked_at_after_any_of_its_tasks(tmp_path: Path) -> None:

@@ -1,27 +1,29 @@
 """Drift of running statistics: how far each norm's are from those of all tasks in equal parts, layer by layer.
 
-The population of a layer is its input over the training images of every task so far, without augmentation, the network in eval
-mode. Each task counts the same. ``newest`` says how much of the newest task a layer's mean holds: 1/t if it is balanced, 1 if
-it is the newest task's own.
+The population of a layer is its input over the training images of every task so far, the network in eval mode. Each task counts
+the same. Images are augmented as in training ("train") or as they are tested ("test"): random crops with a dark border, for
+example, move the statistics more than an imbalance of tasks does. ``newest`` says how much of the newest task a layer's mean
+holds: 1/t if it is balanced, 1 if it is the newest task's own.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tbbn.bench.data.device import DeviceDataset
-from tbbn.bench.engine.forward import evaluation_pass
+from tbbn.bench.data.device import to_device
+from tbbn.bench.data.scenario import Task
+from tbbn.bench.engine.forward import evaluation_forward
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.torch_settings import torch_settings
-from tbbn.bench.models import Network
 from tbbn.bench.report.tables import Table
-from tbbn.errors import UserError
+from tbbn.errors import UserError, unknown_name
 from tbbn.nn.comparison import ContinualNorm
 
 
@@ -58,36 +60,54 @@ class Moments:
         return self.squares / self.count
 
 
-def drift(run: Run, images: int = 0) -> list[LayerDrift]:
+VIEWS = ("train", "test")
+
+
+def drift(run: Run, images: int = 0, view: str = "train") -> list[LayerDrift]:
     """The drift of every layer of a run's network, over the tasks that it has learnt.
 
-    ``images`` limits the training images of each task, evenly spaced; 0 takes all.
+    ``images`` limits the training images of each task; 0 takes all.
     """
-    tasks = [task.train for task in run.scenario.tasks[: len(run.network.task_sizes)]]
-    tasks = [rows[:: max(1, -(-len(rows) // images))] if images else rows for rows in tasks]
+    if view not in VIEWS:
+        raise unknown_name("view", view, VIEWS)
+    names = [n for n, layer in run.network.named_modules() if isinstance(getattr(layer, "running_mean", None), Tensor)]
+    if not names:
+        raise UserError("drift: this network has no running statistics.")
+    found: dict[str, list[Moments]] = {name: [] for name in names}
+    show = _augmented if view == "train" else _plain
+    run.network.eval()
     with torch_settings(run.config, run.device):
-        found = layer_moments(run.network, run.train_data, tasks, run.config.batch.evaluation, run.config.precision)
+        for task in run.scenario.tasks[: len(run.network.task_sizes)]:
+            for moments in found.values():
+                moments.append(Moments())
+            with _watched(run.network, {name: moments[-1] for name, moments in found.items()}):
+                for batch in show(run, task, images or len(task.train)):
+                    evaluation_forward(run.network, batch, run.config.precision)
     layers = dict(run.network.named_modules())
     return [_compare(name, layers[name], moments) for name, moments in found.items()]
 
 
-def layer_moments(
-    network: Network, data: DeviceDataset, tasks: Sequence[Tensor], batch_size: int, precision: str
-) -> dict[str, list[Moments]]:
-    """For each layer with running statistics, the moments of its input in each task, given by its training rows."""
-    names = [
-        name for name, layer in network.named_modules() if isinstance(getattr(layer, "running_mean", None), Tensor)
-    ]
-    if not names:
-        raise UserError("drift: this network has no running statistics.")
-    found: dict[str, list[Moments]] = {name: [] for name in names}
-    for rows in tasks:
-        for moments in found.values():
-            moments.append(Moments())
-        with _watched(network, {name: moments[-1] for name, moments in found.items()}):
-            for _ in evaluation_pass(network, data, rows, batch_size, precision, lambda output: None):
-                pass
-    return found
+def _plain(run: Run, task: Task, images: int) -> Iterator[Tensor]:
+    """Images of the task's training rows, evenly spaced, without augmentation."""
+    rows = task.train[:: -(-len(task.train) // images)]
+    size = run.config.batch.evaluation
+    prefetch = run.train_data.prefetch(rows.split(size))
+    for part, prefetched in zip(to_device(rows, run.device).split(size), prefetch, strict=False):
+        yield run.train_data.evaluation_images(part, prefetched)
+
+
+def _augmented(run: Run, task: Task, images: int) -> Iterator[Tensor]:
+    """The task's own images in batches of an epoch of its training, without a memory."""
+    empty = copy.copy(run.memory)
+    empty.index = empty.index[:0]
+    for batch in replace(run.context(task), memory=empty).batches("drift"):
+        own = (batch.labels >= task.classes.start) & (batch.labels < task.classes.stop)
+        found = batch.images[own][:images]
+        images -= len(found)
+        if len(found):
+            yield found
+        if not images:
+            return
 
 
 @contextmanager

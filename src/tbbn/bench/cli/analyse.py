@@ -25,6 +25,9 @@ def add(command: Command) -> None:
     drift = command("drift", _drift, line, "tbbn drift runs/demo/ft-bn-0 runs/demo/ft-tbbn-0 --plot drift.png")
     drift.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps, of the same backbone")
     drift.add_argument("--images", type=int, default=0, metavar="N", help="use N images of each task (default: all)")
+    drift.add_argument(
+        "--view", default="train", help="images as in training, augmented, or as in the test (default: train)"
+    )
     line = "Show whether saved networks tell new images from past ones by their statistics."
     slots = command("slots", _slots, line, "tbbn slots runs/demo/ft-tbbn-0 --batches 20")
     slots.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
@@ -79,7 +82,7 @@ def _drift(args: argparse.Namespace) -> int:
     if args.images < 0:
         raise UserError(f"--images must not be negative, got {args.images}.")
     task = None if args.task is None else args.task - 1
-    found = [drift(run_after(folder, task), args.images) for folder in folders]
+    found = [drift(run_after(folder, task), args.images, args.view) for folder in folders]
     if len({tuple(layer.layer for layer in layers) for layers in found}) > 1:
         raise UserError("drift: these runs have different layers; compare runs of the same backbone.")
     labels = [folder.name for folder in folders]
