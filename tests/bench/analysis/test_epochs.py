@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tinyrun import finish, tiny
 from torch.nn import functional as F
 
-from tbbn.bench.analysis.epochs import EpochScore, kept_by, rules_table, score_epochs
+from tbbn.bench.analysis.epochs import EpochScore, kept_by, kept_table, rules_table, score_epochs
 from tbbn.bench.engine.events import EpochEnded, Event
 from tbbn.bench.engine.loop import Run
 from tbbn.errors import UserError
@@ -60,6 +61,23 @@ def test_each_rule_keeps_its_epoch_of_the_last_phase() -> None:
     assert [kept.epoch for kept in kept_by(run, "best on all tasks")] == [1, 1]
     rows = rules_table({"ft + bn": [run]}).rows
     assert rows[0] == ("ft + bn", "last", "1", "3", "-", "50.0", "50.0") and len(rows) == 6
+
+
+def test_kept_epochs_are_read_from_the_history() -> None:
+    record = finish(tiny(**SETTINGS, data__stop_after=2)).record
+    record.history = [
+        {"task": 0, "phase": "train", "epoch": 0, "validation": 3.0},
+        {"task": 0, "phase": "train", "epoch": 1, "validation": 1.0},
+        {"task": 0, "phase": "train", "epoch": 2, "validation": 2.0},
+        {"task": 1, "phase": "train", "epoch": 0, "validation": 2.0},
+        {"task": 1, "phase": "train", "epoch": 1, "validation": 3.0},
+        {"task": 1, "phase": "balanced", "epoch": 0, "validation": 0.5},
+        {"task": 1, "phase": "balanced", "epoch": 1, "validation": 0.4},
+    ]
+    shorter = replace(record, history=record.history[:3])
+    table = kept_table({"whole": record, "shorter": shorter})
+    assert table.header == ("run", "task 1", "task 2", "of")
+    assert table.rows == (("whole", "2", "1", "3"), ("shorter", "2", "-", "3"))
 
 
 def test_what_has_no_score_is_refused() -> None:

@@ -42,7 +42,7 @@ def test_slots_of_a_run(runs: Path, capsys: Capture) -> None:
     assert "--batches must be at least 1" in mistake(capsys, "slots", folder, "--batches", "0")
 
 
-def test_the_choice_of_epoch(tmp_path: Path, capsys: Capture) -> None:
+def test_the_choice_of_epoch(runs: Path, tmp_path: Path, capsys: Capture) -> None:
     words = ("epochs", *TINY, "--data.validation", "0.25", "--train.epochs", "2", "--norm", "bn", "--quiet")
     assert main((*words, "--plot", str(tmp_path / "epochs.png"))) == 0
     said = capsys.readouterr()
@@ -50,6 +50,8 @@ def test_the_choice_of_epoch(tmp_path: Path, capsys: Capture) -> None:
     assert main((*words, "--json")) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert [(e["task"], e["epoch"]) for e in entry["epochs"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert main((*words, "--from", str(runs / "ft-bn-0"))) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[1:] == ["1", "1", "1"]  # one epoch a task
     assert "data.validation is 0" in mistake(capsys, "epochs", *TINY, "--quiet")
 
 

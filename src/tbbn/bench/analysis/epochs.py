@@ -21,6 +21,7 @@ from tbbn.bench.engine.evaluate import evaluate
 from tbbn.bench.engine.events import EpochEnded, Event
 from tbbn.bench.engine.forward import evaluation_pass
 from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.setup import method_of
 from tbbn.bench.methods import Method
 from tbbn.bench.report.tables import Table
@@ -134,6 +135,20 @@ def rules_table(scores: Mapping[str, Sequence[Sequence[EpochScore]]]) -> Table:
     )
     header = ("run", "rule", "task", "epoch", "past tasks %", "new task %", "all tasks %")
     return Table(header, tuple(rows), notes, align="llrrrrr")
+
+
+def kept_table(records: Mapping[str, Record]) -> Table:
+    """The epoch that each run kept in the first phase of every task, from its history."""
+    rows = []
+    for name, record in records.items():
+        first: dict[int, int] = {}
+        for (task, _), epoch in record.kept_epochs().items():
+            first.setdefault(task, epoch + 1)
+        rows.append((name, *map(str, first.values()), str(record.run_config.train.epochs)))
+    tasks = max((len(row) for row in rows), default=2) - 2
+    padded = [(*row[:-1], *("-",) * (tasks + 2 - len(row)), row[-1]) for row in rows]
+    notes = ("The epoch that was kept in the first phase of each task, and how many there were.",)
+    return Table(("run", *(f"task {task + 1}" for task in range(tasks)), "of"), tuple(padded), notes)
 
 
 def _percent(values: Sequence[float]) -> str:

@@ -39,6 +39,13 @@ def add(command: Command) -> None:
         "epochs", _epochs, line, "tbbn epochs --protocol paper --data digits --data.validation 0.1 --plot epochs.png"
     )
     _add_settings(epochs, norm="bn,tbbn")
+    epochs.add_argument(
+        "--from",
+        dest="records",
+        nargs="+",
+        metavar="FOLDER",
+        help="show the epochs that these runs kept; train nothing",
+    )
     epochs.add_argument("--quiet", action="store_true", help="hide progress")
     for made in (shares, drift, slots, epochs):
         made.add_argument("--format", default="text", help="text, md, csv or latex (default: text)")
@@ -112,11 +119,16 @@ def _slots(args: argparse.Namespace) -> int:
 
 
 def _epochs(args: argparse.Namespace) -> int:
-    from tbbn.bench.analysis.epochs import rules_table, score_epochs
+    from tbbn.bench.analysis.epochs import kept_table, rules_table, score_epochs
     from tbbn.bench.analysis.figures import epochs_figure
     from tbbn.bench.progress import run_progress
     from tbbn.bench.runs.pending import PendingRun
+    from tbbn.bench.runs.record import load_record
 
+    if args.records:
+        kept = {str(folder): load_record(folder) for folder in run_folders(args.records)}
+        print(kept_table(kept).render(args.format))
+        return 0
     runs = [PendingRun(config, Path(f"{config.label}-{config.seed}")) for config in _configs(args)]
     scores: dict[str, list[list[EpochScore]]] = {}
     entries: list[dict[str, Any]] = []
