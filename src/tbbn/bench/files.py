@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -80,6 +82,54 @@ def remove_leftovers(folder: Path) -> None:
 
 class FolderInUse(UserError):
     """Another process holds a folder."""
+
+
+@contextmanager
+def folder_writer(place: Path) -> Iterator[Path]:
+    """Write into a new folder beside `place`, then put it in the place of what is there.
+
+    A kill leaves the old folder or the new one, whole. What a killed process left beside it is removed by the next one.
+    """
+    for path in place.parent.glob(f".{place.name}-new-*"):
+        if not _is_alive(path.name.rpartition("-")[2]):
+            shutil.rmtree(path, ignore_errors=True)
+    new = place.with_name(f".{place.name}-new-{os.getpid()}")
+    created = [path for path in place.parents if not path.exists()]
+    try:
+        new.mkdir(parents=True)
+        yield new
+        for file in new.iterdir():
+            with file.open("rb") as content:
+                os.fsync(content.fileno())
+        if place.exists():
+            _exchange(new, place)  # what was there is now the one beside it
+        else:
+            os.rename(new, place)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        _remove_empty(created)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Let two folders change places at one instant; where the system cannot, a kill in between leaves only the other name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    if hasattr(libc, "renameat2") and libc.renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0:
+        return
+    aside = a.with_name(f"{a.name}-old")
+    os.rename(b, aside)
+    os.rename(a, b)
+    os.rename(aside, a)
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 @contextmanager

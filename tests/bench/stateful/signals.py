@@ -1,11 +1,12 @@
-"""Run as a program: signals at lines spread over a whole command, `report` or `pack`. Prints how many it sent, as JSON.
+"""Run as a program: signals at lines spread over a command: `report`, `pack`, `export`. Prints how many it sent, as JSON.
 
 A report changes no run, and its picture is whole or absent. A pack continues after each signal, and its result is that of an
-undisturbed one.
+undisturbed one. An export leaves the folder that was there, or the new one.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -93,6 +94,33 @@ def pack(n: int) -> Counter[str]:
     return signalled(words, n, check)
 
 
+def export(n: int) -> Counter[str]:
+    for seed in ("0", "1"):
+        assert command(["run", *TRAIN, "--seed", seed, "--name", f"runs/{seed}", "--quiet"]).code == 0
+    first, second = (["export", f"runs/{seed}", "--out", "exports/x", "--overwrite"] for seed in "01")
+    wanted = []
+    for words in (first, second, first):
+        assert command(words).code == 0
+        wanted.append(contents("exports/x"))
+    assert wanted[0] == wanted[2] != wanted[1] and len(wanted[1]) == 4
+
+    def check(ended: Ended) -> None:
+        found = contents("exports/x")
+        assert found in wanted and (ended.code != 0 or found == wanted[1]), sorted(found)
+        assert command(first).code == 0 and contents("exports/x") == wanted[0]
+        assert [place.name for place in Path("exports").iterdir()] == ["x"], "leftovers are removed"
+
+    return signalled(second, n, check)
+
+
+def without_onnx() -> None:
+    """Write a few bytes instead of an ONNX file, which takes seconds, and do not look for onnxruntime."""
+    from tbbn.bench.interchange import export as exporting
+
+    exporting._write_onnx = lambda scores, images, file: file.write_bytes(b"onnx" * 1000)  # type: ignore[assignment]
+    exporting.find_spec = lambda name: None if name == "onnxruntime" else importlib.util.find_spec(name)  # type: ignore[assignment]
+
+
 def small_shards(writer: ModuleType) -> None:
     """Shards of three images of 8x8 pixels, so that a small set has several."""
     writer.SHARD_BYTES = 3 * 192, 3 * 192
@@ -103,9 +131,10 @@ def main(what: str, n: int) -> None:
 
     prepare(TRAIN)
     small_shards(writer)
+    without_onnx()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        print(json.dumps({"report": report, "pack": pack}[what](n)))  # noqa: T201
+        print(json.dumps({"report": report, "pack": pack, "export": export}[what](n)))  # noqa: T201
         os.chdir("/")
 
 

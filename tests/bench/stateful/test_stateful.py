@@ -49,10 +49,14 @@ def explained(found: dict[str, Any]) -> str:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("command", ["report", "pack"])
-def test_a_signal_at_any_line_of_a_report_or_a_pack_leaves_nothing_half_done(command: str) -> None:
+@pytest.mark.parametrize("command", ["report", "pack", "export"])
+def test_a_signal_at_any_line_of_a_report_a_pack_or_an_export_leaves_nothing_half_done(command: str) -> None:
     found = program("signals.py", command, "60")
     assert sum(found.values()) == 60
     assert (
         found["died of SIGKILL"] == 20 and found["interrupted"] + found["died of SIGTERM"] + found.get("done", 0) == 40
     )
+
+
+def test_a_signal_in_an_export_leaves_the_old_folder_or_the_new_one() -> None:
+    assert sum(program("signals.py", "export", "6").values()) == 6

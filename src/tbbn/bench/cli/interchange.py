@@ -1,4 +1,4 @@
-"""``tbbn import``: settings of other programs as a recipe of this one."""
+"""``tbbn import``: settings of other programs as a recipe of this one; ``tbbn export``: a network for other programs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,33 @@ def add(command: Command) -> None:
     )
     made.add_argument("--overwrite", action="store_true", help="replace the recipe if it is there")
     made.add_argument("--json", action="store_true", help="print what was taken over as JSON")
+    line = "Write a trained network as safetensors and ONNX with plain batch norm, and a model card."
+    made = command("export", _export, line, "tbbn export runs/demo/ft-tbbn-0")
+    made.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
+    made.add_argument("--task", type=int, help="the network after this task, from 1 (default: the last one learnt)")
+    made.add_argument(
+        "--out", metavar="FOLDER", type=Path, help="folder to write (default: exports/ and the run's name)"
+    )
+    made.add_argument("--overwrite", action="store_true", help="replace the export of another run")
+    made.add_argument("--json", action="store_true", help="print what was written and checked as JSON")
+
+
+def _export(args: argparse.Namespace) -> int:
+    from tbbn.bench.interchange.export import export
+
+    task = "" if args.task is None else f"-task-{args.task}"
+    out = args.out or Path("exports") / f"{args.run.resolve().name}{task}"
+    done = export(args.run, out, task=args.task, overwrite=args.overwrite)
+    if args.json:
+        found = {"folder": str(out), "checked": list(done.checked), "not_checked": list(done.not_checked)}
+        print(json.dumps(found, indent=1))
+        return 0
+    for line in done.checked:
+        print(f"checked: {line}")
+    for line in done.not_checked:
+        print(f"not checked: {line}")
+    print(printable(f"wrote {out}; its README.md says how to use it"))
+    return 0
 
 
 def _import(args: argparse.Namespace) -> int:
