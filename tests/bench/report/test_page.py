@@ -17,7 +17,7 @@ from tbbn.bench.engine.record import Record
 from tbbn.bench.report.figures import Panel
 from tbbn.bench.report.groups import groups
 from tbbn.bench.report.matrices import matrix_panels
-from tbbn.bench.report.page import Section, html, sections, write_files
+from tbbn.bench.report.page import Page, Section, html, page, write_files
 from tbbn.bench.report.svg import inline_svg
 from tbbn.bench.report.table import Table
 from tbbn.errors import UserError
@@ -42,7 +42,7 @@ def runs_of(*names: str) -> dict[Path, Record]:
 
 
 def page_of(runs: dict[Path, Record]) -> str:
-    return html(sections(runs), runs)
+    return html(page(runs))
 
 
 class Parsed(HTMLParser):
@@ -110,7 +110,7 @@ def test_it_asks_for_nothing_and_runs_nothing(plain: Parsed) -> None:
 
 def test_the_best_norm_of_a_block_is_bold() -> None:
     runs = {Path("a"): record(MATRICES[0]), Path("b"): record([[1.0], [1.0] * 2, [1.0] * 3], norm__name="tbbn")}
-    text = html(sections(runs)[:1], runs)
+    text = html(replace(page(runs), sections=page(runs).sections[:1]))
     assert "<strong>100.0</strong>" in text and "<strong>50.0</strong>" not in text
     assert "A<sub>f</sub> %" in text
 
@@ -140,13 +140,12 @@ def test_the_same_runs_give_the_same_page(written: str) -> None:
 def test_parts_of_the_caller_have_their_places(tmp_path: Path) -> None:
     runs = {Path("a"): record(MATRICES[0])}
     drift = Section("drift", "Drift", "A line.", (Table(("a", "b"), (("1", "2"),)),), (Panel("p", lambda axes: None),))
-    names = [
-        section.name for section in sections(runs, (), [drift, Section("empty", "Empty")], [replace(drift, name="b")])
-    ]
+    made = page(runs, (), [drift, Section("empty", "Empty")], [replace(drift, name="b")])
+    names = [section.name for section in made.sections]
     assert names[:3] == ["results", "drift", "accuracy"] and names[names.index("b") + 1] == "cost"
     assert "empty" not in names and "gain" not in names, "one norm alone has nothing to gain"
-    assert "<h2>Drift</h2>\n<p>A line.</p>" in html([drift], runs)
-    assert {path.name for path in write_files([drift], tmp_path)} == {
+    assert "<h2>Drift</h2>\n<p>A line.</p>" in html(Page("a", 1, [drift]))
+    assert {path.name for path in write_files(Page("a", 1, [drift]), tmp_path)} == {
         "drift.csv",
         "drift.tex",
         "drift.svg",
@@ -171,7 +170,7 @@ def test_without_jinja2_one_line_says_what_to_install(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match=r"tbbn report --html needs jinja2; pip install 'tbbn\[bench\]'\."):
-        html([], {})
+        html(Page("a", 1, []))
 
 
 def test_text_of_a_figure_is_text() -> None:

@@ -78,14 +78,14 @@ def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list
         lines.append(f"figure: {save_figure(figure(list(runs.values()), args.kind), args.plot)}")
     if args.html or args.files:
         from tbbn.bench.analysis.sections import drift_section, shares_section
-        from tbbn.bench.report.page import html, sections, write_files
+        from tbbn.bench.report.page import html, page, write_files
 
         analyses = [shares_section(list(runs.values()))]
         if args.drift is not None:
             if args.drift < 1:
                 raise UserError(f"--drift takes a number of images from 1 on, got {args.drift}.")
             analyses.append(drift_section(runs, args.drift))
-        shown = sections(runs, metrics, [_paper(runs)], analyses)
+        shown = page(runs, metrics, [_paper(runs)], analyses)
         if args.html:
             from tbbn.bench.files import write_atomic
 
@@ -93,7 +93,7 @@ def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list
             if path.suffix.lower() not in (".html", ".htm"):
                 raise UserError(f"--html takes a file that ends in .html, got {args.html!r:.200}.")
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, html(shown, runs).encode())
+            write_atomic(path, html(shown).encode())
             lines.append(f"page: {path}")
         if args.files:
             lines.append(f"{len(write_files(shown, Path(args.files)))} figures and tables: {args.files}")

@@ -14,7 +14,7 @@ from tbbn.bench.report.cost import cost_table, duration
 from tbbn.bench.report.curves import accuracy_panels, forgetting_panels, gain_panels
 from tbbn.bench.report.errors import errors_panels, errors_table
 from tbbn.bench.report.figures import Panel, figure_of, save_figure
-from tbbn.bench.report.groups import Group, groups
+from tbbn.bench.report.groups import groups
 from tbbn.bench.report.matrices import matrix_panels
 from tbbn.bench.report.pairs import pairs, pairs_table
 from tbbn.bench.report.settings import common_table, differences_table, environment_table
@@ -42,10 +42,17 @@ class Section:
         return [table for table in (*self.tables, *self.folded) if table.rows]
 
 
-def sections(
+@dataclass(frozen=True)
+class Page:
+    title: str
+    runs: int
+    sections: list[Section]
+
+
+def page(
     runs: Runs, metrics: Sequence[str] = (), after_results: Sequence[Section] = (), before_cost: Sequence[Section] = ()
-) -> list[Section]:
-    """What a page shows of these runs, without what is empty; sections of the caller stand where their names say."""
+) -> Page:
+    """What there is to show of these runs, without what is empty; sections of the caller stand where their names say."""
     records = list(runs.values())
     metrics = metrics or default_metrics(records)
     found = groups(records)
@@ -72,17 +79,15 @@ def sections(
             "matrix", "Accuracy matrices", "Accuracy on each task after each task, mean over seeds.",
             panels=tuple(matrix_panels(found)),
         ),
-        Section(
-            "errors", "Error types", "",
-            (errors_table(found),), tuple(errors_panels(found)),
-        ),
+        Section("errors", "Error types", "", (errors_table(found),), tuple(errors_panels(found))),
         *before_cost,
         Section("cost", "Cost", "", (cost_table(found),)),
         Section("settings", "Settings", "", (differences_table(found),), folded=(common_table(found),)),
         Section("environment", "Environment", "", (environment_table(records),)),
         Section("runs", "Runs", "", (_runs_table(runs),)),
     ]  # fmt: skip
-    return [section for section in made if section.panels or section.all_tables]
+    title = ", ".join(dict.fromkeys(group.config.data.name for group in found))
+    return Page(printable(title), len(runs), [section for section in made if section.panels or section.all_tables])
 
 
 def _runs_table(runs: Runs) -> Table:
@@ -94,8 +99,8 @@ def _runs_table(runs: Runs) -> Table:
     return Table(("folder", "method + norm", "seed", "status", "time"), tuple(rows), align="llrlr", caption="All runs.")
 
 
-def html(shown: Sequence[Section], runs: Runs) -> str:
-    """The page. Everything from a record is escaped."""
+def html(shown: Page) -> str:
+    """The page as HTML. Everything from a record is escaped."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError:
@@ -109,12 +114,9 @@ def html(shown: Sequence[Section], runs: Runs) -> str:
     environment.filters["metric"] = _metric
     pictures = {
         section.name: [Markup(inline_svg(panel, f"{section.name}{i}")) for i, panel in enumerate(section.panels)]
-        for section in shown
+        for section in shown.sections
     }
-    found = groups(list(runs.values()))
-    return environment.get_template("page.html").render(
-        title=printable(_title(found)), sections=shown, pictures=pictures, runs=len(runs), version=tbbn.__version__
-    )
+    return environment.get_template("page.html").render(page=shown, pictures=pictures, version=tbbn.__version__)
 
 
 def _metric(title: str) -> str:
@@ -130,22 +132,17 @@ def _metric(title: str) -> str:
     return Markup("").join([letter, *signs, title[match.end() :]])
 
 
-def _title(found: Sequence[Group]) -> str:
-    return ", ".join(dict.fromkeys(group.config.data.name for group in found))
-
-
-def write_files(shown: Sequence[Section], folder: Path) -> list[Path]:
+def write_files(shown: Page, folder: Path) -> list[Path]:
     """Every figure as SVG and PNG, every table as LaTeX and CSV."""
     written = []
-    for section in shown:
+    for section in shown.sections:
         if section.panels:
             figure = figure_of(section.panels)
             written += [save_figure(figure, folder / f"{section.name}.{suffix}") for suffix in ("svg", "png")]
         for i, table in enumerate(section.all_tables):
-            stem = folder / (f"{section.name}-{i + 1}" if i else section.name)
+            name = f"{section.name}-{i + 1}" if i else section.name
             for suffix in ("tex", "csv"):
-                stem.parent.mkdir(parents=True, exist_ok=True)
-                path = stem.with_name(f"{stem.name}.{suffix}")
-                write_atomic(path, (table.render(suffix) + "\n").encode())
-                written.append(path)
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomic(folder / f"{name}.{suffix}", (table.render(suffix) + "\n").encode())
+                written.append(folder / f"{name}.{suffix}")
     return written

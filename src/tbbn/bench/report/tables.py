@@ -37,17 +37,16 @@ def blocks_table(records: Sequence[Record], metrics: Sequence[str] = ()) -> Tabl
     """The summary for print: a block for each method, a row for each norm, the best of a block in bold type."""
     metrics = metrics or default_metrics(records)
     found = groups(records)
-    detailed = any(group.detail for group in found)
+    stubs = ("method", "settings", "norm") if any(group.detail for group in found) else ("method", "norm")
     rows: list[tuple[str, ...]] = []
     starts, bold, ordered = [], set(), []
     for block in blocks(found):
         starts.append(len(rows))
-        bold |= {(len(rows) + i, j + 2 + detailed + 1) for i, j in _best(block, metrics)}
+        bold |= {(len(rows) + i, len(stubs) + 1 + j) for i, j in _best(block, metrics)}
         for i, group in enumerate(block):
-            stub = ("", *([""] if detailed else [])) if i else (group.method, *([group.detail] if detailed else []))
-            rows.append((*stub, group.norm, *_cells(group, metrics)))
-            ordered.append(group)
-    stubs = ("method", "settings", "norm") if detailed else ("method", "norm")
+            names = ("", "") if i else (group.method, group.detail)
+            rows.append((*names[: len(stubs) - 1], group.norm, *_cells(group, metrics)))
+        ordered += block
     header, rows, align = _with_status(stubs, rows, ordered, metrics)
     caption = (
         f"{', '.join(dict.fromkeys(group.config.data.name for group in found))}: mean ± standard deviation over seeds, "
