@@ -109,10 +109,11 @@ def test_it_asks_for_nothing_and_runs_nothing(plain: Parsed) -> None:
 
 
 def test_the_best_norm_of_a_block_is_bold() -> None:
-    runs = {Path("a"): record(MATRICES[0]), Path("b"): record([[1.0], [1.0] * 2, [1.0] * 3], norm__name="tbbn")}
+    best = record([[1.0], [1.0] * 2, [1.0] * 3], norm__name="tbbn", sizes=[4, 2, 2])
+    runs = {Path("a"): record(MATRICES[0]), Path("b"): best}
     text = html(replace(page(runs), sections=page(runs).sections[:1]))
     assert "<strong>100.0</strong>" in text and "<strong>50.0</strong>" not in text
-    assert "A<sub>f</sub> %" in text
+    assert "A<sub>f</sub> %" in text and "A<sub>f</sub><sup>w</sup> %" in text
 
 
 def test_ids_are_unique_and_figures_take_the_colour_of_the_page(plain: Parsed) -> None:
@@ -133,6 +134,11 @@ def test_hostile_names_stay_text(hostile: Path) -> None:
     assert "\u202e" not in hostile.read_text() and "\x07" not in hostile.read_text(), "nothing turns the text around"
 
 
+def test_every_table_has_a_caption() -> None:
+    tables = [table for section in page(runs_of("digits")).sections for table in section.all_tables]
+    assert len(tables) == 6 and all(table.caption for table in tables)
+
+
 def test_the_same_runs_give_the_same_page(written: str) -> None:
     assert page_of(runs_of("digits")) == written
 
@@ -145,7 +151,7 @@ def test_parts_of_the_caller_have_their_places(tmp_path: Path) -> None:
     assert names[:3] == ["results", "drift", "accuracy"] and names[names.index("b") + 1] == "cost"
     assert "empty" not in names and "gain" not in names, "one norm alone has nothing to gain"
     assert "<h2>Drift</h2>\n<p>A line.</p>" in html(Page("a", 1, [drift]))
-    assert {path.name for path in write_files(Page("a", 1, [drift]), tmp_path)} == {
+    assert {path.name for path in write_files(Page("a", 1, [drift]), tmp_path / "new" / "x")} == {
         "drift.csv",
         "drift.tex",
         "drift.svg",
@@ -175,6 +181,7 @@ def test_without_jinja2_one_line_says_what_to_install(monkeypatch: pytest.Monkey
 
 def test_text_of_a_figure_is_text() -> None:
     picture = inline_svg(Panel("a < b & $c$", lambda axes: axes.plot([0, 1], label="x")), "n")
+    assert "#ffffff" not in picture, "the page shows through"
     assert "a &lt; b &amp; $c$</text>" in picture and 'aria-label="a &lt; b &amp; $c$"' in picture
 
 

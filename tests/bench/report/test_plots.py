@@ -144,6 +144,7 @@ def test_a_heat_map_has_the_mean_matrix() -> None:
     values = first.collections[0].get_array().tolist()
     assert values == [[pytest.approx(90.0), None], [pytest.approx(40.0), pytest.approx(60.0)]]
     assert first.collections[0].get_clim() == (0, 100), "the same colours in all maps"
+    assert first.yaxis_inverted(), "the first task is on top"
 
 
 def test_errors_are_bars_of_four_parts() -> None:
@@ -151,6 +152,7 @@ def test_errors_are_bars_of_four_parts() -> None:
     other.errors[-1] = {"C->C": 10, "C->P": 20, "P->C": 30, "P->P": 40}
     (axes,) = figure([one, other], "errors").axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["bn", "gn"]
+    assert axes.yaxis_inverted() and axes.get_xlim() == (0, 105)
     widths = [[bar.get_width() for bar in part] for part in axes.containers]
     assert widths == [[1, 10], [2, 20], [3, 30], [4, 40]]
     assert [bar.get_x() for bar in (part[1] for part in axes.containers)] == [0, 10, 30, 60]
@@ -160,6 +162,13 @@ def test_dollars_and_underscores_of_a_name_are_drawn_as_they_are() -> None:
     (axes,) = figure([record(UP, data__name="_my $x$ and $y"), record(UP)]).axes
     assert axes.get_title() == "\u200b" + r"_my \$x\$ and \$y, digits"  # a leading underscore would hide a label
     assert legend(axes)[0] == r"ft + bn [_my \$x\$ and \$y] (1 seed)"
+
+
+def test_a_title_stands_over_all_panels() -> None:
+    records = [record(UP, method__name=method) for method in ("ft", "er", "lucir", "wa", "bic", "il2m")]
+    drawn = figure(records, title="SCALE $0.1$")
+    assert drawn.get_suptitle() == r"SCALE \$0.1\$" and len([axes for axes in drawn.axes if axes.lines]) == 6
+    assert figure(records).get_suptitle() == ""
 
 
 def test_long_titles_are_broken_into_lines() -> None:

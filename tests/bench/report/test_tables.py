@@ -133,7 +133,9 @@ def test_the_accuracy_table_is_the_matrix_in_percent() -> None:
 
 
 def test_the_metrics_table_has_every_metric_with_its_formula_and_the_errors() -> None:
-    rows = {row[0]: row[1:] for row in metrics_table(record(A)).rows}
+    made = record(A)
+    made.errors[0] = dict.fromkeys(made.errors[0], 9)  # only those after the last task are shown
+    rows = {row[0]: row[1:] for row in metrics_table(made).rows}
     assert rows["A_f"] == ("70.00 %", "(1/T) sum_i a[T,i]")
     assert rows["F"][0] == "25.00 %"
     assert rows["BWT"][0] == "-50.00 %"
