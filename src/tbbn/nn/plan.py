@@ -211,9 +211,9 @@ class Plan:
         if found is None:
             # First the type, then the device: some have no float64.
             tensors: dict[str, Any] = {
-                k: (v.to(dtype) if v.is_floating_point() else v).to(device)
-                for k, v in vars(self).items()
-                if isinstance(v, Tensor)
+                name: (value.to(dtype) if value.is_floating_point() else value).to(device)
+                for name in self.__dataclass_fields__
+                if isinstance(value := getattr(self, name), Tensor)
             }
             found = replace(self, **tensors)
             if not (torch.compiler.is_compiling() or dispatch_modes() or functorch_active()):

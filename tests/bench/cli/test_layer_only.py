@@ -34,7 +34,13 @@ def test_commands_of_the_bench_name_the_extra_and_the_others_work() -> None:
     bench = [name for name in build_parser()[1] if name not in extras.WITHOUT]
     words = ["run", "sweep --norm bn", "demo", "resume x", "verify x", "speed", "data check x", "reproduce table1"]
     assert {word.split()[0] for word in words} == set(bench)
-    others = ["list norms", "doctor", "report results/cifar100-ft-last", "show results/cifar100-ft-last/ft-bn-0"]
+    others = [
+        "list norms",
+        "doctor",
+        "completion fish",
+        "report results/cifar100-ft-last",
+        "show results/cifar100-ft-last/ft-bn-0",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", LAYER_ONLY, *words, *others], capture_output=True, text=True, cwd=ROOT, check=True
     )

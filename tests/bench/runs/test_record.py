@@ -12,7 +12,8 @@ from tbbn.bench.config import read_toml, resolve, to_dict
 from tbbn.bench.engine.record import SCHEMA, Record, new_record
 from tbbn.bench.files import NO_SEAL, seal
 from tbbn.bench.runs import record as rec
-from tbbn.bench.runs.record import load_record, save_record
+from tbbn.bench.runs import schema
+from tbbn.bench.runs.record import RECORD, DamagedRecord, load_record, save_record
 from tbbn.bench.runs.saved import run_saved
 from tbbn.errors import UserError
 
@@ -75,7 +76,7 @@ def test_what_is_not_a_record_is_refused_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     for change, line in (
         ({"schema": SCHEMA + 1}, rf"written by a newer version \(schema {SCHEMA + 1}; this version reads {SCHEMA}\)"),
-        ({"schema": SCHEMA - 1}, rf"written by an older version \(schema {SCHEMA - 1}; this version reads {SCHEMA}\)"),
+        ({"schema": 0}, rf"written by an older version \(schema 0; this version reads {SCHEMA}\)"),
         ({"schema": "1"}, r"not a record: it has no schema number\."),
         ({"config": None}, r"not a record: it has no config\."),
         ({"config": [1]}, r"not a record: it has no config\."),
@@ -142,3 +143,32 @@ def test_predictions_in_the_file_give_the_accuracies_of_the_record(tmp_path: Pat
 def test_the_config_of_a_record_is_complete() -> None:
     config = resolve(("test", TINY))
     assert new_record(config).config == to_dict(config)
+
+
+# Earlier schemas.
+
+EARLIER = Path(__file__).parent / "earlier_version"
+
+
+def test_every_earlier_schema_has_a_migration() -> None:
+    assert sorted(schema.MIGRATIONS) == list(range(1, SCHEMA))
+
+
+def test_a_record_of_schema_1_is_read(tmp_path: Path) -> None:
+    now = load_record(EARLIER)
+    tree = json.loads((EARLIER / RECORD).read_text())
+    for name in ("sha256", "config_sha256", "weights", "skipped", "resumed"):
+        del tree[name]
+    (tmp_path / RECORD).write_text(json.dumps(tree | {"schema": 1}))
+    read = load_record(tmp_path)
+    assert read.schema == SCHEMA and read.weights == [""] * len(read.accuracy)
+    assert (read.run_config, read.metrics) == (now.run_config, now.metrics)
+    save_record(read, tmp_path)
+    assert load_record(tmp_path) == read
+
+
+def test_a_damaged_schema_number_is_not_taken_for_an_earlier_schema(tmp_path: Path) -> None:
+    text = (EARLIER / RECORD).read_text().replace('"schema": 2', '"schema": 1')
+    (tmp_path / RECORD).write_text(text)
+    with pytest.raises(DamagedRecord, match="does not match its checksum"):
+        load_record(tmp_path)

@@ -17,7 +17,7 @@ PACKAGES = {  # the name of the distribution, by the name it is imported by
     "jinja2": "jinja2",
     "tomli_w": "tomli-w",
 }
-WITHOUT = ("list", "show", "report", "doctor")  # commands that need torch alone
+WITHOUT = ("list", "show", "report", "doctor", "completion")  # commands that need torch alone
 
 
 def missing() -> list[str]:

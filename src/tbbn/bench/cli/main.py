@@ -10,7 +10,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tbbn.bench.cli import analyse, data, demo, inspect, interchange, report, reproduce, speed, train, verify
+from tbbn.bench.cli import (
+    analyse,
+    completion,
+    data,
+    demo,
+    inspect,
+    interchange,
+    report,
+    reproduce,
+    speed,
+    train,
+    verify,
+)
 from tbbn.bench.cli.common import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -37,6 +49,7 @@ MODULES = (
     data,
     interchange,
     speed,
+    completion,
 )  # in the order of the help
 
 

@@ -29,7 +29,7 @@ def add(command: Command) -> None:
     line = "Repeat a table or figure of the paper: run what is missing, then print the paper's numbers beside ours."
     made = command("reproduce", _reproduce, line, "tbbn reproduce table1 --norm bn,tbbn --seeds 3 --precision bf16")
     made.set_defaults(takes_settings=True)
-    made.add_argument("name", metavar="NAME", help=f"one of: {', '.join([*_table_names(), *FIGURES])}")
+    made.add_argument("name", metavar="NAME", help=f"one of: {', '.join(names())}")
     made.add_argument("--data", help="data set, where the paper has several: cifar100 or imagenet100")
     made.add_argument("--scale", type=float, default=1.0, help="fraction of the epochs to train; stamped on the output")
     made.add_argument("--keep", choices=("best", "last"), help="epoch to keep (default: as the authors did)")
@@ -45,10 +45,11 @@ def add(command: Command) -> None:
     add_progress_options(made, lanes="auto")
 
 
-def _table_names() -> list[str]:
+def names() -> list[str]:
+    """The tables and figures of the paper."""
     from tbbn.paper.published import paper_tables
 
-    return list(dict.fromkeys(table.name for table in paper_tables()))
+    return [*dict.fromkeys(table.name for table in paper_tables()), *FIGURES]
 
 
 def _reproduce(args: argparse.Namespace) -> int:
@@ -58,8 +59,8 @@ def _reproduce(args: argparse.Namespace) -> int:
         raise UserError(f"--scale must be above 0 and at most 1, got {args.scale:g}.")
     if args.name == "fig-toy":
         return _toy(Path(args.out))
-    if args.name not in FIGURES and args.name not in _table_names():
-        raise unknown_name("table or figure", args.name, [*_table_names(), *FIGURES])
+    if args.name not in names():
+        raise unknown_name("table or figure", args.name, names())
     code = 0
     if args.name == "fig-oracle":
         from tbbn.paper.oracle import oracle_table

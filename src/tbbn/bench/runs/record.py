@@ -126,7 +126,8 @@ def _read_record(file: Path) -> Record:
     except (ValueError, RecursionError):
         raise DamagedRecord(f"{file}: not a record: {'cut off, or not JSON' if content else 'empty'}.") from None
     _check_schema(tree, str(file))  # before the checksum: another version may compute it in another way
-    if problem := seal_problem(content):
+    is_sealed = tree["schema"] > 1 or "sha256" in tree
+    if is_sealed and (problem := seal_problem(content)):
         raise DamagedRecord(f"{file}: {problem}")
     return record_from(tree, str(file))
 
@@ -143,7 +144,7 @@ def _no_record(path: Path) -> str:
 def _check_schema(tree: Any, where: str) -> None:
     if not isinstance(tree, dict) or not isinstance(tree.get("schema"), int):
         raise DamagedRecord(f"{where}: not a record: it has no schema number.")
-    if tree["schema"] != SCHEMA:
+    if tree["schema"] not in (SCHEMA, *schema.MIGRATIONS):
         other = "a newer" if tree["schema"] > SCHEMA else "an older"
         raise UserError(f"{where}: written by {other} version (schema {tree['schema']}; this version reads {SCHEMA}).")
 
@@ -151,7 +152,7 @@ def _check_schema(tree: Any, where: str) -> None:
 def record_from(tree: Any, where: str) -> Record:
     """The record in a parsed ``record.json``; ``where`` names the file in errors."""
     _check_schema(tree, where)
-    known = {k: v for k, v in tree.items() if k not in DERIVED}
+    known = schema.migrate({k: v for k, v in tree.items() if k not in DERIVED})
     if not isinstance(known.get("config"), dict):
         raise DamagedRecord(f"{where}: not a record: it has no config.")
     if wrong := schema.problem(known):

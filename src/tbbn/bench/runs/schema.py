@@ -1,4 +1,8 @@
-"""The fields of a ``record.json``, checked one by one, so that its readers may rely on them."""
+"""The fields of a ``record.json``, checked one by one, so that its readers may rely on them; and records of earlier schemas.
+
+Whoever renames or removes a field of a record, or a setting of its config, raises the schema, adds an entry to ``MIGRATIONS`` and
+tests it with a record of the earlier schema. A new field with a default needs none of this.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +79,21 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seconds": ("a number", lambda value: _number(value) and 0 <= value < math.inf),
 }
 _BY_TASK = ("accuracy", "task_il", "errors", "exemplars", "splits", "weights")  # one entry per task learnt
+
+
+def _to_2(tree: dict[str, Any]) -> dict[str, Any]:
+    """Schema 1 had no hashes of the weights, and no checksums of its files."""
+    return {**tree, "weights": [""] * len(tree.get("accuracy", ()))}
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2}  # from this schema to the next
+
+
+def migrate(tree: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a record of any schema that can be read, as the newest schema has them."""
+    while (version := tree["schema"]) in MIGRATIONS:
+        tree = {**MIGRATIONS[version](tree), "schema": version + 1}
+    return tree
 
 
 def problem(tree: Mapping[str, Any]) -> str:
