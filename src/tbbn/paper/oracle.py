@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tbbn.bench.analysis.loading import run_after
 from tbbn.bench.data.types import Batch
@@ -31,6 +30,7 @@ from tbbn.bench.report.figures import COLOURS, literal, new_figure, save_figure
 from tbbn.bench.report.tables import Table, percent
 from tbbn.bench.runs.record import load_record
 from tbbn.errors import UserError
+from tbbn.nn.private import AnyBatchNorm
 from tbbn.paper.published import PaperTable
 
 PROCEDURES = ("joint", "ft", "update mu, sigma", "update mu, sigma, gamma, beta")
@@ -81,8 +81,8 @@ def oracle(fine_tuned: Path, joint: Path) -> Accuracies:
     return found
 
 
-def norms_of(network: nn.Module) -> list[_BatchNorm]:
-    return [layer for layer in network.modules() if isinstance(layer, _BatchNorm)]
+def norms_of(network: nn.Module) -> list[AnyBatchNorm]:
+    return [layer for layer in network.modules() if isinstance(layer, AnyBatchNorm)]
 
 
 @torch.no_grad()
