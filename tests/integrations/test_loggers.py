@@ -108,6 +108,25 @@ def test_runs_in_lanes_have_a_run_of_weights_and_biases_each(tmp_path: Path, mon
     assert len({file.parent.name.rpartition("-")[2] for file in tmp_path.rglob("run-*.wandb")}) == 2
 
 
+def test_a_resumed_run_is_the_same_run_of_weights_and_biases_and_a_new_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    settings = {"data": "synthetic:4x12x4x8", "data.tasks": 2, "train.epochs": 2, "memory.budget": 8}
+    epochs = iter(range(100))
+    run_saved(resolve(**settings), tmp_path, every=0, stop=lambda: next(epochs) > 2, log=("wandb",))
+
+    def ids() -> list[str]:
+        return [file.stem for file in sorted(tmp_path.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime)]
+
+    run_saved(resolve(**settings), tmp_path, log=("wandb",))
+    assert len(set(ids())) == 1 and load_record(tmp_path).status == "finished"
+    run_saved(resolve(**settings), tmp_path, overwrite=True, log=("wandb",))
+    assert len(set(ids())) == 2
+
+
 @pytest.mark.filterwarnings("ignore")  # of MLflow about its own store
 def test_mlflow_has_one_run_of_an_interrupted_and_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")

@@ -52,6 +52,8 @@ from tbbn.bench.cli.main import main
         ("run --norm bn tbbn", r"--norm bn tbbn: separate values by commas: --norm bn,tbbn\."),
         ("run demo --norm bn, tbbn", r"separate values by commas: --norm bn,tbbn\."),
         ("sweep --method ft er --seeds 2", r"separate values by commas: --method ft,er\."),
+        ("run --log wandb mlflow", r"separate values by commas: --log wandb,mlflow\."),
+        ("run --train.betas 0.9 0.99", r"separate values by commas: --train\.betas 0\.9,0\.99\."),
         ("speed --norm bn tbbn", r"separate values by commas: --norm bn,tbbn\."),
         ("list", r"missing WHAT: one of methods, norms, .*, quirks; see tbbn list --help\."),
         ("data", r"missing ACTION: pack or check; see tbbn data --help\."),

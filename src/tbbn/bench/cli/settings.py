@@ -12,7 +12,16 @@ from tbbn.errors import UserError
 from tbbn.paper import is_recipe
 
 _AXES = ("data.name", "norm.name", "method.name")  # set by --data, --norm and --method
-_LISTS = ("--norm", "--method", "--seeds", "--quirks", "--train.milestones")
+_LISTS = (
+    "--norm",
+    "--method",
+    "--seeds",
+    "--quirks",
+    "--log",
+    "--train.milestones",
+    "--train.first.milestones",
+    "--train.betas",
+)
 
 
 def settings_help() -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,15 +21,18 @@ class WeightsAndBiases:
         self.wandb: Any = wandb
 
     def start(self, run: RunInfo) -> None:
-        place = str(run.directory.resolve())
+        # Known again when the run is resumed, here or after a kill; a run that starts afresh is another one.
+        known = run.directory / "wandb" / "run-id"
+        if not run.resumed or not known.exists():
+            known.parent.mkdir(exist_ok=True)
+            known.write_text(secrets.token_hex(8))
         self.run = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tbbn"),
-            # Known again when the run is resumed, here or after a kill.
-            id=hashlib.sha256(f"{place}{sorted(run.config.items())}".encode()).hexdigest()[:16],
+            id=known.read_text().strip(),
             resume="allow",
             name=run.name,
             group=run.directory.parent.name,
-            dir=place,
+            dir=str(run.directory.resolve()),
             config=dict(run.config),
             reinit="create_new",  # runs in lanes are active at the same time
         )
