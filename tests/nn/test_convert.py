@@ -266,6 +266,8 @@ def test_groups_that_do_not_divide_leave_the_model_as_it_was(norm):
 def test_norms_that_need_running_statistics_say_so(norm):
     with pytest.raises(UserError, match=f"{norm}: .*needs running statistics and a momentum"):
         tbbn.convert(nn.BatchNorm2d(3, track_running_stats=False), norm)
+    with pytest.raises(UserError, match=f"{norm}: .*needs running statistics and a momentum"):
+        NORMS.get(norm)(3, momentum=None)
 
 
 def test_converting_again_changes_options_and_keeps_state(x):

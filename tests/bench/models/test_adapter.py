@@ -39,6 +39,11 @@ class Staged(nn.Module):
         return Features(maps.relu().mean((2, 3)), (maps,))
 
 
+class Loud(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        raise ValueError("\n  out of tune\nfrom here to there\n")
+
+
 def test_features_are_counted_and_weights_come_from_the_seed() -> None:
     register_backbone("flat", "one layer")(flat)
     first, second = (backbone("flat", in_channels=1, image_size=(8, 6)) for _ in range(2))
@@ -66,6 +71,7 @@ def test_a_module_needs_no_parameters() -> None:
         (lambda: 3, r"must return a torch\.nn\.Module, got int"),
         (lambda: nn.Conv2d(3, 4, 3), r"must return features \(N, D\), got \(1, 4, 30, 30\) for one image"),
         (lambda: nn.Linear(5, 5), "cannot take an image of 3x32x32: mat1 and mat2 shapes"),
+        (Loud, r"cannot take an image of 3x32x32: out of tune\.$"),
         (lambda depth: nn.Flatten(), "may take in_channels, last_relu, image_size; its 'depth' needs a default"),
     ],
 )
