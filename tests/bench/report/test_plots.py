@@ -12,7 +12,7 @@ import pytest
 from records import record
 
 from tbbn.bench.engine.record import Record
-from tbbn.bench.report.figures import save_figure
+from tbbn.bench.report.figures import Panel, figure_of, save_figure
 from tbbn.bench.report.plots import KINDS, accuracy_curves, figure
 from tbbn.errors import UserError
 
@@ -156,6 +156,23 @@ def test_errors_are_bars_of_four_parts() -> None:
     widths = [[bar.get_width() for bar in part] for part in axes.containers]
     assert widths == [[1, 10], [2, 20], [3, 30], [4, 40]]
     assert [bar.get_x() for bar in (part[1] for part in axes.containers)] == [0, 10, 30, 60]
+    assert axes.get_xlim() == (0, pytest.approx(105))
+    other.errors[-1] = dict.fromkeys(other.errors[-1], 0)
+    (axes,) = figure([other], "errors").axes
+    assert axes.get_xlim() == (0, 1)
+
+
+def test_panels_stand_three_to_a_row_and_each_row_is_as_high_as_its_highest() -> None:
+    drawn: list[Any] = []
+    sizes = ((3.0, 1.0), (4.0, 2.0), (2.0, 1.0), (1.0, 5.0))
+    made = figure_of([Panel(f"{width:g}", drawn.append, width, height) for width, height in sizes], "a $ title")
+    assert made.axes[:4] == drawn and [axes.get_title() for axes in drawn] == ["3", "4", "2", "1"]
+    assert [axes.axison for axes in made.axes] == [True] * 4 + [False] * 2
+    assert drawn[0].get_gridspec().get_geometry() == (2, 3)
+    assert list(drawn[0].get_gridspec().get_height_ratios()) == [2.0, 5.0]
+    assert made.get_size_inches().tolist() == [12.0, 7.0] and made.get_suptitle() == r"a \$ title"
+    (alone,) = Panel("alone", drawn.append, 3.0, 1.0).figure().axes
+    assert alone is drawn[-1] and alone.figure.get_size_inches().tolist() == [3.0, 1.0]
 
 
 def test_dollars_and_underscores_of_a_name_are_drawn_as_they_are() -> None:
