@@ -14,6 +14,8 @@ from tbbn.bench.engine import Event, TaskEnded
 from tbbn.bench.engine.loop import Run
 from tbbn.errors import UserError
 
+PARTS = ("current", "memory")
+
 
 def test_batches_hold_the_new_task_first_and_then_past_classes(trained: list[Trained]) -> None:
     run = finish(tiny())
@@ -133,6 +135,10 @@ def test_online_a_second_phase_is_one_pass_over_what_was_stored_or_held_out(
             assert set(second) <= kept[task], "the rest of the task has gone by"
         if method in ("podnet", "afc"):
             assert Counter(second) == Counter(kept[task])
+        if method == "eeil":
+            current, memory = (torch.cat([getattr(s, part) for s in mine if s.loss != "loss"]) for part in PARTS)
+            labels = run.scenario.train_labels
+            assert labels[current].min() == 2 * task and labels[memory].max() < 2 * task
     longer = tiny(data__online=True, method__name="eeil", method__balanced_epochs=3)
     assert str(longer.method) == "eeil(balanced_epochs=3)"
 

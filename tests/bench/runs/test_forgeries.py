@@ -90,6 +90,16 @@ def test_honest_runs_pass(finished: Path, stopped: Path) -> None:
     assert problems(finished) == problems(stopped) == {}
 
 
+def test_a_network_inside_a_task_is_not_taken_for_that_of_the_task_before(stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    for file in (tmp_path / "run").glob("task-*"):
+        file.unlink()
+    (tmp_path / "run" / checkpoint.PREVIOUS).unlink(missing_ok=True)
+    assert problems(tmp_path / "run") == {}
+    found = {f.subject: f.not_checked for f in verify(tmp_path / "run")}
+    assert found["evaluation after task 2"] == "the network after this task is not saved"
+
+
 @pytest.mark.parametrize(
     ("change", "subject"),
     [
