@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from tinyrun import finish, tiny
 from tbbn.bench.data.types import Batch
 from tbbn.bench.engine import Stepped, forward, step
 from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.ranks import Ranks, Share
 from tbbn.bench.methods import Losses
+from tbbn.bench.models import Network
 from tbbn.bench.runs.saved import saved
 
 
@@ -84,3 +87,21 @@ def test_the_steps_before_a_bad_loss_are_counted_over_a_stop(tmp_path: Path) -> 
         step.Step.losses = losses  # type: ignore[method-assign]
     assert len(seen) > 2 and again.record.status == "diverged"
     assert "since step 2 of its batch layout" in again.record.message
+
+
+def test_the_forward_is_told_the_rows_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, balance = [], forward.balance
+
+    def share(_: Ranks, layout: tuple[int, int], device: torch.device) -> Share:
+        made = Share()
+        made.counts = [layout]
+        return made
+
+    def spy(network: Network, *, rank_counts: Any, **layout: Any) -> Any:
+        told.append(rank_counts == [(layout["current"], layout["memory"])])
+        return balance(network, **layout)
+
+    monkeypatch.setattr(Ranks, "share", share)
+    monkeypatch.setattr(forward, "balance", spy)
+    finish(tiny(norm__name="tbbn", data__stop_after=2, train__epochs=1))
+    assert told and all(told)
