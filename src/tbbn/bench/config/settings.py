@@ -208,7 +208,7 @@ class RunConfig:
     quirks: tuple[str, ...] = setting((), "errors of the released code to reproduce", choices=tuple(QUIRKS))
     plugins: tuple[str, ...] = setting((), "plugins to load: names of modules, or Python files")
     seed: int = setting(0, "seed of all random numbers", least=0)
-    device: str = setting("auto", "cpu, cuda or cuda:N; auto uses a GPU if there is one")
+    device: str = setting("auto", "cpu, cuda, cuda:N, mps or xpu; auto is cuda if there is one, else cpu")
     precision: str = setting(
         "fp32",
         "precision of convolutions and matrix products; statistics stay float32",

@@ -97,11 +97,19 @@ def nca(logits: Tensor, labels: Tensor) -> Tensor:
 
 def class_means(values: Tensor, labels: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
     """Means (n_classes, D) of the rows of `values` (N, D) by label, zero for a class without rows; and the counts."""
+    if not _has_float64(values.device):
+        means, counts = class_means(values.cpu(), labels.cpu(), n_classes)
+        return means.to(values.device), counts.float().to(values.device)
     # A matrix product in float64: scatter-add is not deterministic on a GPU.
     member = is_class(labels, n_classes).double()
     counts = member.sum(0)
     means = member.T @ values.double() / counts.clamp(min=1)[:, None]
     return means.to(values.dtype), counts
+
+
+def _has_float64(device: torch.device) -> bool:
+    """Apple's GPUs have none, and Intel's not all."""
+    return device.type in ("cpu", "cuda")
 
 
 def norm_ratio(old: Tensor, new: Tensor) -> Tensor:
@@ -115,6 +123,8 @@ def k_means(points: Tensor, n_centres: int, generator: torch.Generator, n_iterat
 
     A centre without points stays where it is; with fewer distinct points than centres some coincide.
     """
+    if not _has_float64(points.device):
+        return k_means(points.cpu(), n_centres, generator, n_iterations).to(points.device)
     centres = _spread(points, torch.rand(n_centres, generator=generator, dtype=torch.float64))
     for _ in range(n_iterations):
         means, counts = class_means(points, _distances(points, centres).argmin(1), n_centres)
