@@ -112,6 +112,18 @@ def test_many_norms_have_a_panel_each_beside_the_first() -> None:
     )
 
 
+def test_every_axis_is_named() -> None:
+    records = [record(UP), record(UP, norm__name="gn")]
+    named = {kind: {(a.get_xlabel(), a.get_ylabel()) for a in figure(records, kind).axes} for kind in KINDS}
+    assert named == {
+        "accuracy": {("tasks learnt", "mean accuracy (%)")},
+        "forgetting": {("tasks learnt", "forgetting F (points)")},
+        "gain": {("tasks learnt", "difference (points)")},
+        "matrix": {("accuracy (%) on task", "after task")},
+        "errors": {("wrong predictions, mean over seeds", "")},  # its bars are named by their norms
+    }
+
+
 def test_forgetting_begins_with_the_second_task() -> None:
     rows = [[0.6], [0.8, 0.9], [0.7, 0.5, 1.0]]
     (line,) = curves([record(rows)], "forgetting")
