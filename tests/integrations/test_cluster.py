@@ -51,7 +51,7 @@ class DoneJob:
 class Here:
     """Does each pack when it is submitted; ``lose`` loses the workers of the first few, before or after their work."""
 
-    def __init__(self, gpus: int = 0, lose: int = 0, after_work: bool = False) -> None:
+    def __init__(self, gpus: int | None = 0, lose: int = 0, after_work: bool = False) -> None:
         self.gpus, self.lose, self.after_work = gpus, lose, after_work
         self.packs: list[Pack] = []
 
@@ -201,7 +201,7 @@ def test_a_worker_saves_its_run_when_it_is_asked_to_stop(tmp_path: Path, monkeyp
         self.ask_to_stop()
 
     monkeypatch.setattr(cluster.Board, "write", write_and_stop)
-    pack = Pack((run,), (0,), 1, board, Path.cwd(), 1)
+    pack = Pack((run,), (0,), 1, board, Path.cwd(), 1, False)
     assert work(pack) == ""
     assert load_record(run.directory).status == "interrupted"
     assert (run.directory / "checkpoint.safetensors").exists()
@@ -213,13 +213,16 @@ def test_a_worker_saves_its_run_when_it_is_asked_to_stop(tmp_path: Path, monkeyp
         (1, 0, "cpu", [1] * 7),
         (3, 2, "auto", [3, 3, 1]),
         (None, 2, "auto", [4, 3]),
-        (None, 0, "cpu", [1] * 7),
+        (None, 0, "auto", [1] * 7),
+        (None, None, "auto", [1] * 7),
+        (4, None, "auto", [4, 3]),
+        (4, 0, "auto", [1] * 7),
     ],
 )
-def test_packs(lanes: int | None, gpus: int, device: str, sizes: list[int], tmp_path: Path) -> None:
+def test_packs(lanes: int | None, gpus: int | None, device: str, sizes: list[int], tmp_path: Path) -> None:
     cluster = Here(gpus=gpus, lose=99)
     run_on(cluster, pending(tmp_path, seeds=7, device=device), lanes=lanes)
     first = cluster.packs[: len(sizes)]
     assert [len(pack.runs) for pack in first] == sizes
-    assert all(pack.lanes == (1 if device == "cpu" else lanes) for pack in first)
-    assert all(pack.uses_gpu == (device == "auto") for pack in first)
+    assert all(pack.lanes == (lanes if pack.on_gpu else 1) for pack in first)
+    assert all(pack.on_gpu == (gpus != 0 and device == "auto") for pack in first)

@@ -90,6 +90,24 @@ def test_stopping_saves_every_run_and_the_same_call_goes_on(nodes: Cluster, tmp_
     assert weights(there) == weights(here)
 
 
+def test_runs_share_a_gpu_in_lanes(nodes: Cluster, tmp_path: Path) -> None:
+    """Ray counts GPUs but does not look for them: here the runs find none and train on the CPU, in the lanes of one process."""
+    here, there = (pending(tmp_path / name, 4, device="auto") for name in ("here", "there"))
+    run_all(here)
+    node = nodes.add_node(num_cpus=1, num_gpus=1)
+    processes: set[str] = set()
+
+    def look(run: PendingRun, event: Event) -> None:
+        processes.update(file.name for file in (tmp_path / "there").glob(".board/*/*-*"))
+
+    with ray_cluster(nodes.address) as cluster:
+        assert cluster.gpus == 1
+        run_on(cluster, there, lanes=4, on_event=look)
+    nodes.remove_node(node)
+    assert weights(there) == weights(here)
+    assert len(processes) == 1
+
+
 BROKEN_ONCE = """
 from dataclasses import dataclass
 from pathlib import Path

@@ -67,7 +67,7 @@ def test_a_killed_job_is_sent_again(tmp_path: Path) -> None:
 
 
 def test_a_job_can_be_queued_again(tmp_path: Path) -> None:
-    work = Work(Pack((), (), 1, tmp_path, tmp_path, 1))
+    work = Work(Pack((), (), 1, tmp_path, tmp_path, 1, False))
     assert work.checkpoint().function is work
 
 

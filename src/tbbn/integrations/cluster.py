@@ -59,8 +59,8 @@ class Cluster(Protocol):
     """Where packs are sent."""
 
     @property
-    def gpus(self) -> int:
-        """Their number; 0 if there are none, or if it is not known."""
+    def gpus(self) -> int | None:
+        """How many there are; None: there are some, but it is not known how many."""
         ...
 
     def submit(self, pack: Pack) -> Job: ...
@@ -76,15 +76,12 @@ class Pack:
     board: Path
     home: Path  # the driver's working folder: data and plugins may have relative paths
     threads: int  # of the driver: sums depend on it
+    on_gpu: bool
     log: Sequence[str] = DEFAULT  # loggers
 
     @property
-    def uses_gpu(self) -> bool:
-        return any(run.config.device != "cpu" for run in self.runs)
-
-    @property
     def cpus(self) -> int:
-        return 1 if self.uses_gpu else max(run.config.threads or self.threads for run in self.runs)
+        return 1 if self.on_gpu else max(run.config.threads or self.threads for run in self.runs)
 
 
 @dataclass
@@ -255,7 +252,7 @@ class _Driver:
             self.board.folder.parent.rmdir()
 
     def _pack(self, chosen: list[PendingRun], lanes: int | None) -> Pack:
-        on_gpu = self.cluster.gpus or any(run.config.device != "cpu" for run in chosen)
+        on_gpu = self.cluster.gpus != 0 and any(run.config.device != "cpu" for run in chosen)
         return Pack(
             tuple(chosen),
             tuple(self.runs.index(run) for run in chosen),
@@ -263,6 +260,7 @@ class _Driver:
             self.board.folder,
             Path.cwd(),
             torch.get_num_threads(),
+            on_gpu,
             self.log,
         )
 
@@ -334,9 +332,9 @@ class _Driver:
         return record
 
 
-def _split(todo: list[PendingRun], lanes: int | None, gpus: int) -> Iterator[list[PendingRun]]:
-    """Packs of runs: as many as share a GPU, and one run each on CPUs."""
-    size = lanes
+def _split(todo: list[PendingRun], lanes: int | None, gpus: int | None) -> Iterator[list[PendingRun]]:
+    """Packs of runs: as many as share a GPU, and one run each on CPUs, or where the number of GPUs is not known."""
+    size = 1 if gpus == 0 else lanes
     if size is None:
         size = min(MOST_LANES, -(-len(todo) // gpus)) if gpus else 1
     return (todo[i : i + size] for i in range(0, len(todo), size))

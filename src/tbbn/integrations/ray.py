@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ class RayCluster:
     most_cpus: int  # of a machine: a task that asks for more would wait for ever
 
     def submit(self, pack: Pack) -> RayJob:
-        needs = {"num_cpus": min(pack.cpus, self.most_cpus), "num_gpus": int(bool(self.gpus) and pack.uses_gpu)}
+        needs = {"num_cpus": min(pack.cpus, self.most_cpus), "num_gpus": int(pack.on_gpu)}
         # A lost worker is the driver's to replace, so that attempts are counted in one place.
         task = ray.remote(work).options(**needs, max_retries=0, name=f"tbbn {pack.runs[0].config.label}")
         return RayJob(task.remote(pack))
@@ -45,15 +46,16 @@ class RayCluster:
 @contextmanager
 def ray_cluster(address: str | None) -> Iterator[RayCluster]:
     """Connect to the cluster at an address ("auto": one on this machine); without one, start Ray on this machine."""
+    where = address or os.environ.get("RAY_ADDRESS") or "local"
     try:
-        host, _, port = (address or "").rpartition(":")
+        host, _, port = where.rpartition(":")
         if port.isdecimal() and "/" not in host:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        ray.init(address=where, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except OSError as error:  # Ray's own is a ConnectionError
         reason = (str(error).strip().splitlines() or ["no answer"])[0].rstrip(".")
         raise UserError(
-            f"--address {address}: no Ray cluster there ({reason}); start one with ray start --head, or leave --address out."
+            f"--address {where}: no Ray cluster there ({reason}); start one with ray start --head, or leave --address out."
         ) from error
     try:
         cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]

@@ -51,11 +51,11 @@ class SlurmCluster:
     folder: Path
     options: Mapping[str, Any]
     cluster: str = "slurm"
-    gpus: int = 0
+    gpus: int | None = None
 
     def submit(self, pack: Pack) -> SlurmJob:
         executor = submitit.AutoExecutor(self.folder / LOGS, cluster=self.cluster)
-        gpus = {"gpus_per_node": 1} if pack.uses_gpu and self.cluster == "slurm" else {}
+        gpus = {"gpus_per_node": 1} if pack.on_gpu and self.cluster == "slurm" else {}
         given = {key if key in _SHARED else f"slurm_{key}": value for key, value in self.options.items()}
         executor.update_parameters(**{"name": "tbbn", "cpus_per_task": pack.cpus, **gpus, **given})
         return SlurmJob(executor.submit(Work(pack)))

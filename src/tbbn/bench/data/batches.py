@@ -83,7 +83,8 @@ class BatchMaker:
         """
         mine, n_base = index, spec.base_rows
         if rows is not None:
-            mine, n_base = index[rows], int((rows < n_base).sum())
+            # Without further views nothing waits for the device.
+            mine, n_base = index[rows], int((rows < n_base).sum()) if spec.extra_rows else len(rows)
             drawn = [inputs[0][rows[:n_base]]]
             if spec.extra_rows:
                 drawn.append(inputs[1][rows[n_base:] - spec.base_rows])

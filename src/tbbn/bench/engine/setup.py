@@ -187,7 +187,9 @@ def _convert(module: nn.Module, config: RunConfig, sync: bool) -> None:
 
 
 def check_ranks(config: RunConfig) -> None:
-    """Raise if the config's norm cannot take its statistics over several ranks."""
+    """Raise if several ranks cannot train the config: its norm cannot synchronise, or its device is that of one rank."""
+    if config.device.startswith("cuda:"):
+        raise UserError(f"each rank has a GPU of its own, got device = {config.device!r}; use 'cuda' or 'auto'.")
     _convert(nn.Sequential(nn.BatchNorm2d(64)), config, sync=True)
 
 

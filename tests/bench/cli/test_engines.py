@@ -1,0 +1,49 @@
+"""``--engine``: what is refused before anything is sent to a cluster. Real clusters: tests/integrations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commandline import TINY, mistake
+
+from tbbn.bench.cli import engines
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> tuple[str, ...]:
+    return ("sweep", *TINY, "--out", str(tmp_path))
+
+
+def test_a_missing_package(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    assert "--engine ray needs ray; pip install 'tbbn[ray]'" in mistake(capsys, *words, "--engine", "ray")
+    assert "--engine slurm needs submitit; pip install 'tbbn[slurm]'" in mistake(capsys, *words, "--engine", "slurm")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--overwrite",), "--overwrite replaces runs on this machine only; with --engine use another --name"),
+        (("--workers", "0"), "--workers must be at least 1, got 0"),
+    ],
+    ids=["overwrite", "workers"],
+)
+def test_options_that_do_not_fit(
+    more: tuple[str, ...],
+    said: str,
+    words: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: "there")
+    assert said in mistake(capsys, *words, "--engine", "ray", *more)
+
+
+def test_job_options() -> None:
+    from tbbn.errors import UserError
+
+    with pytest.raises(UserError, match=r"--job takes KEY=VALUE, such as partition=gpu, got 'gpu'"):
+        engines._options(["gpu"])
