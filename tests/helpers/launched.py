@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from torch import distributed as dist
 
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.record import load_record
@@ -20,10 +20,10 @@ TINY += ("--memory.budget", "8", "--device", "cpu", "--threads", "1", "--train.l
 
 def launch(*words: str, ranks: int = 2) -> list[tuple[int, str, str]]:
     """Exit code, standard output and standard error of each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    # The store is here, as torchrun has it in its agent: a port that was free when asked for may be taken when it is used.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tbbn", *words],

@@ -161,6 +161,17 @@ def without_a_cpu_backend_counts_travel_on_the_layers_device() -> None:
 
 
 @case
+def batch_norm_is_batch_norm_of_the_whole_batch() -> None:
+    for counts in COUNTS.values():
+        synced, single = tbbn.convert(nn.BatchNorm2d(5), "bn", sync=True), tbbn.convert(nn.BatchNorm2d(5))
+        compare(synced, single, counts, 4, 3, past=0)
+        rows, x = own_rows(counts), random(sum(map(sum, counts)), 5, 4, 3)
+        with tbbn.balance(synced, **own(counts), past_tasks=3):  # a layout changes nothing
+            close(synced(x[rows]), nn.BatchNorm2d(5)(x)[rows])
+    assert type(tbbn.revert(synced)) is nn.BatchNorm2d
+
+
+@case
 def a_converted_sync_batch_norm() -> None:
     synced, single = nn.SyncBatchNorm(5), tbbn.convert(nn.BatchNorm2d(5))
     compare(tbbn.convert(synced), single, COUNTS["unequal counts"], 4, 3)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import PIL.Image
 import pytest
 from launched import TINY, assert_same_results, launch, torchrun
+from tinyrun import tiny
 
 from tbbn.bench.cli.main import main
+from tbbn.bench.data.loading import load
+from tbbn.bench.data.packed.pack import pack
 from tbbn.bench.engine import setup
+from tbbn.bench.engine.ranks import Ranks
 from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.sweep import run_all
 from tbbn.errors import UserError
@@ -44,7 +50,16 @@ def test_two_ranks_give_the_results_of_one_process(tmp_path: Path) -> None:
     [
         ("--method", METHODS, "--norm", "bn,weighted,gn(groups=8)"),
         ("--method", RARE, "--norm", "bn,tbbn"),
-        ("--method", "ft,lucir", "--norm", "tbbn,gn(groups=8)", "--batch.size", "4"),  # a rank without memory rows
+        (
+            "--method",
+            "ft,lucir",
+            "--norm",
+            "tbbn,gn(groups=8)",
+            "--batch.size",
+            "4",
+            "--seed",
+            "1",
+        ),  # a rank without memory rows
         ("--norm", "tbbn(memory=own),tbbn(case=2),tbbn(total_variance=true)", "--train.epochs", "2"),
         ("--batch.forward", "separate", "--norm", "bn", "--batch.size", "5"),
         ("--train.keep", "best", "--data.validation", "0.2", "--train.epochs", "3", "--norm", "bn,tbbn"),
@@ -54,6 +69,20 @@ def test_two_ranks_give_the_results_of_one_process(tmp_path: Path) -> None:
     ids=lambda words: " ".join(words),
 )
 def test_ranks_are_right_in_every_setting(words: tuple[str, ...], tmp_path: Path) -> None:
+    compare(tmp_path, *words)
+
+
+@pytest.mark.nightly
+def test_ranks_read_streamed_images_of_their_own_rows(tmp_path: Path) -> None:
+    made = load("synthetic:4x14x4x8")
+    for part in ("train", "test"):
+        stored = getattr(made, part)
+        for row, (image, label) in enumerate(zip(stored.images, stored.labels.tolist(), strict=True)):
+            file = tmp_path / "set" / part / f"{label}" / f"{row:03}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            PIL.Image.fromarray(image.permute(1, 2, 0).numpy()).save(file)
+    pack(tmp_path / "set", tmp_path / "out", workers=1, shard_bytes=10 * 192)
+    words = ("--data", f"packed:{tmp_path / 'out'}", "--data.stream", "yes", "--method", METHODS, "--norm", "tbbn")
     compare(tmp_path, *words)
 
 
@@ -88,20 +117,21 @@ def test_after_a_killed_rank_torchrun_resumes_the_run_with_the_same_result(tmp_p
     assert one.status == "finished" and one.weights == other.weights and one.accuracy == other.accuracy
 
 
-def test_a_norm_without_a_synchronised_form_is_refused_before_any_run() -> None:
-    with pytest.raises(UserError, match="norm 'brn' does not take its statistics over ranks"):
-        setup.check_ranks(brn())
-
-
-def brn():
-    from tinyrun import tiny
-
-    return tiny(norm__name="brn")
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"norm__name": "brn"}, "norm 'brn' does not take its statistics over ranks"),
+        ({"norm__name": "tbbn", "norm__output_statistics": True}, "output_statistics is not synchronised over ranks"),
+        ({"device": "cuda:1"}, r"each rank has a GPU of its own, got device = 'cuda:1'; use 'cuda' or 'auto'"),
+    ],
+    ids=["norm", "option", "device"],
+)
+def test_what_ranks_cannot_train_is_refused_before_any_run(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        setup.check_ranks(tiny(**settings))
 
 
 def test_several_ranks_share_one_run_at_a_time() -> None:
-    from tbbn.bench.engine.ranks import Ranks
-
     class Two(Ranks):
         size = 2
 
