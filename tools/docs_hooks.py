@@ -10,7 +10,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-_OUTSIDE = re.compile(r"\]\(\.\./(examples/\w+)\.py\)|\]\(\.\./(results/[\w./-]+)\)")
+_OUTSIDE = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)(?:#[^)]*)?\)")
 
 
 def on_config(config: Any) -> Any:
@@ -46,5 +46,14 @@ def example_page(script: Path) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links that leave ``docs/`` lead to what :func:`on_files` added."""
-    return _OUTSIDE.sub(lambda m: f"]({m[1]}.md)" if m[1] else f"]({m[2]})", markdown)
+    """Links that leave ``docs/`` lead to what :func:`on_files` added; of any other the text stays."""
+    return _OUTSIDE.sub(_inside, markdown)
+
+
+def _inside(link: re.Match[str]) -> str:
+    picture, text, path = link.groups()
+    if re.fullmatch(r"examples/\w+\.py", path):
+        return f"[{text}]({path.removesuffix('.py')}.md)"
+    if re.fullmatch(r"results/[^/]+\.\w+", path):
+        return f"{picture}[{text}]({path})"
+    return f"[{text}](index.md)" if path == "README.md" else text
