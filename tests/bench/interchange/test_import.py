@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def pycil(capsys: Capture, **changes: Any) -> tuple[RunConfig, str]:
 
 
 def test_facils_flags_and_defaults_become_a_recipe(capsys: Capture) -> None:
-    config, said = facil(capsys, LUCIR)
+    config, said = facil(capsys, LUCIR.replace(" --batch-ratio 3", ""))
+    assert config.protocol == "clean" and "FACIL shuffles exemplars into the task's images" in said
     assert (config.method.name, config.data.tasks, config.data.base_classes) == ("lucir", 10, 50)
     assert (config.memory.budget, config.memory.selection, config.batch.ratio) == (2000, "herding", "3:1")
     assert (config.train.epochs, config.train.lr, config.train.momentum, config.train.weight_decay) == (200, 0.1, 0, 0)
@@ -96,6 +98,18 @@ def test_flags_of_the_papers_authors_choose_the_norm(capsys: Capture) -> None:
     assert config.data.class_order == "icarl" and config.norm.dict()["momentum"] == 0.2 and "lr-patience" not in said
 
 
+def test_a_command_of_the_papers_authors_is_their_protocol(capsys: Capture) -> None:
+    # As in their run_cifar100.sh.
+    flags = "--gpu 0 --seed 0 --approach ssil --datasets cifar100 --network resnet32 --batch-size 64 --num-tasks 10"
+    flags += " --nepochs 160 --num-exemplars 2000 --lr-factor 10 --weight-decay 0.0001 --exemplar-selection herding"
+    flags += " --num-workers 8 --exp-name x"
+    config, said = facil(capsys, f"{flags} --tbbn --batch-ratio 3 --nc-first-task 10")
+    expected = resolve(protocol="paper", data="cifar100", method="ssil", norm="tbbn")
+    same = replace(config, data=replace(config.data, base_classes=0), train=replace(config.train, clip_norm=0.0))
+    assert same == expected, "but for a first task of as many classes as the others, and clipping at 10000"
+    assert not re.search(r"^differs", said, re.MULTILINE)
+
+
 def test_what_has_no_counterpart_is_said_and_written_into_the_recipe(capsys: Capture) -> None:
     _, said = facil(capsys, "--gpu 2 --fix-bn --warmup-nepochs 3 --nosuch 1 --network alexnet")
     for line in (
@@ -139,7 +153,7 @@ def test_pycils_keys_override_the_values_in_its_code(capsys: Capture) -> None:
     [
         (
             "facil -- --approach ewc",
-            r"FACIL's approach 'ewc' has no counterpart here; those that have one: bic, .*lucir\.$",
+            r"FACIL's approach 'ewc' has no counterpart here; those that have one: bic, .*ssil\.$",
         ),
         ("facil -- --datasets vggface2", r"FACIL's data set 'vggface2' has no counterpart here"),
         ("facil -- --num-tasks x", r"tbbn import facil: argument --num-tasks: invalid int value: 'x'\.$"),

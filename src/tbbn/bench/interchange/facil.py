@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 from tbbn.bench.interchange.imported import Imported, no_counterpart
 from tbbn.errors import UserError
 
-METHODS = {"finetuning": "ft"} | {name: name for name in ("joint", "lucir", "eeil", "bic", "icarl", "il2m")}
+METHODS = {"finetuning": "ft"} | {name: name for name in ("joint", "lucir", "eeil", "bic", "icarl", "il2m", "ssil")}
 DATA = {"cifar100": "cifar100", "cifar100_icarl": "cifar100", "imagenet_subset": "imagenet100"}
 DATA |= {name: name for name in ("mnist", "svhn")}
 NETWORKS = {"mobilenet_v2": "mobilenet-v2", "shufflenet_v2_x1_0": "shufflenet-v2", "mnasnet0_5": "mnasnet-0.5"}
 NETWORKS |= {name: name for name in ("resnet32", "resnet18", "resnet34")}
-NORMS = {"tbbn": "tbbn", "InstanceNorm": "in", "BatchReNorm": "brn", "SwitchNorm": "sn"}
+NORMS = {"custom_split_bn": "bn", "tbbn": "tbbn", "InstanceNorm": "in", "BatchReNorm": "brn", "SwitchNorm": "sn"}
 
 # Flags and their defaults in FACIL; a flag that takes no value has the default False.
 FLAGS: dict[str, Any] = {
@@ -23,9 +23,11 @@ FLAGS: dict[str, Any] = {
     "clipping": 10000.0, "momentum": 0.0, "weight_decay": 0.0, "seed": 0, "num_exemplars": 0,
     "num_exemplars_per_class": 0, "exemplar_selection": "random",
     # Of the paper's authors.
-    "batch_ratio": 0, "lr_scheduler": "adaptive", "bn_momentum": 0.0, "cn_num": 0, "gn": 16,
-    "tbbn": False, "cn": False, "InstanceNorm": False, "GroupNorm": False, "BatchReNorm": False, "SwitchNorm": False,
+    "batch_ratio": 3, "lr_scheduler": "multisteplr", "bn_momentum": 0.1, "cn_num": 0, "gn": 16,
+    "custom_split_bn": False, "tbbn": False, "cn": False, "InstanceNorm": False, "GroupNorm": False,
+    "BatchReNorm": False, "SwitchNorm": False,
 }  # fmt: skip
+AUTHORS = tuple(FLAGS)[tuple(FLAGS).index("batch_ratio") :]
 # Options of a method here, by approach and flag.
 OPTIONS = {
     "lucir": {"lamb": "less_forget", "lamb_mr": "ranking", "dist": "margin", "K": "top_k"},
@@ -63,6 +65,12 @@ WITHOUT: dict[str, tuple[bool, str]] = {
     "all_outputs": (False, "the loss is always over all classes so far"),
     "remove_adapt_lamda": (False, "LUCIR's weight always grows with the number of old classes"),
     "noise_grad": (False, "gradients get no noise"),
+    "fix_batch": (True, "batches always have a fixed ratio of new to old rows"),
+    "amp": (True, "the precision is chosen when the recipe runs: --precision bf16"),
+    "seperate_batch": (True, "--batch.forward separate does it"),
+    "bn_splits": (True, "the number of splits follows from the batch"),
+    "LayerNorm": (False, "not among the norms here"),
+    "eval_train_mode": (False, "evaluation is in eval mode"),
 }
 
 
@@ -98,7 +106,7 @@ def import_facil(words: Sequence[str]) -> Imported:
     """The recipe of a FACIL command line: its flags, and FACIL's defaults for those that are not there."""
     known, unknown = _parser().parse_known_args(list(words))
     given = vars(known)
-    args = argparse.Namespace(**{**FLAGS, **given})
+    args = argparse.Namespace(**{**FLAGS, **given}, by_authors=any(name in given for name in AUTHORS))
     found = Imported()
 
     def shown(name: str) -> str:
@@ -107,6 +115,8 @@ def import_facil(words: Sequence[str]) -> Imported:
         text = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else f"{value}"
         return f"{flag} {text}".rstrip() + ("" if name in given else " (FACIL's default)")
 
+    if args.by_authors:
+        found.take("flags that the paper's authors added to FACIL", protocol="paper")
     _data(found, args, shown)
     _method(found, args, given, shown)
     _memory(found, args, shown)
@@ -180,7 +190,7 @@ def _memory(found: Imported, args: argparse.Namespace, shown: Any) -> None:
     found.take(shown("exemplar_selection"), memory__selection=args.exemplar_selection)
     rounding = {"memory__rounding": "ceil", "memory__shrink": "reselect"}
     found.take("exemplars per class rounded up, and selected again after each task", **rounding)
-    if args.batch_ratio:
+    if args.by_authors:
         found.take(shown("batch_ratio"), batch__ratio=f"{args.batch_ratio}:1")
     elif args.num_exemplars or args.num_exemplars_per_class:
         why = "FACIL shuffles exemplars into the task's images; here every batch has this ratio of new to old rows"
@@ -190,9 +200,10 @@ def _memory(found: Imported, args: argparse.Namespace, shown: Any) -> None:
 def _training(found: Imported, args: argparse.Namespace, shown: Any) -> None:
     found.take(shown("batch_size"), batch__size=args.batch_size)
     found.take(shown("lr"), train__lr=args.lr)
-    if args.lr_scheduler == "multisteplr":
+    if args.by_authors and args.lr_scheduler == "multisteplr":
         found.take(shown("nepochs"), train__epochs=args.nepochs)
         found.take(shown("lr_scheduler"), train__schedule="multistep")
+        found.take(shown("lr_factor"), train__gamma=1 / args.lr_factor)
     else:
         found.differ(shown("nepochs"), "FACIL may stop earlier, see lr-patience", train__epochs=args.nepochs)
         why = (
