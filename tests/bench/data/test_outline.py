@@ -79,6 +79,7 @@ def test_the_users_own_version_of_a_known_set_is_counted(tmp_path: Path) -> None
     assert len(found.classes) == 4 and found.train.images.shape == (14, 1, 6, 6)
     folder_of_images(tmp_path / "tiny-imagenet", classes=2)
     assert outline("tiny-imagenet", tmp_path).source.train.images.shape == (5, 3, 64, 64)
+    assert outline("tiny-imagenet", tmp_path, size=32).source.train.images.shape == (5, 3, 32, 32)
 
 
 def test_a_split_divides_the_outline_as_it_divides_the_data(tmp_path: Path) -> None:
