@@ -33,7 +33,7 @@ for words in sys.argv[1:]:
 def test_commands_of_the_bench_name_the_extra_and_the_others_work() -> None:
     bench = [name for name in build_parser()[1] if name not in extras.WITHOUT]
     words = ["run", "sweep --norm bn", "demo", "resume x", "verify x", "speed", "data check x", "reproduce table1"]
-    words += ["slots x", "drift x", "epochs", "shares", "import facil"]
+    words += ["slots x", "drift x", "epochs", "shares", "import facil", "export x"]
     assert {word.split()[0] for word in words} == set(bench)
     others = [
         "list norms",

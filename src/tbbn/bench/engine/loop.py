@@ -260,7 +260,7 @@ class Run:
                         raise
                     raise UserError(
                         f"task {context.number + 1}, phase {phase.name!r}: {_one_image_error(self.config)}"
-                    ) from error
+                    ) from None
                 self.position = replace(self.position, step=done)
                 yield Stepped(self.position, phase.name, settings.epochs, done, total)
 
