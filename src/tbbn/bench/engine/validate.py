@@ -106,7 +106,8 @@ def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *register
                     f"backbone {name!r} must return features (2, {body.n_features}) for two images, got {made}."
                 )
     has_stages = body.has_stages
-    if norm.name != "bn" and not any(map(is_norm, body.modules())):
+    replaces = NORMS.get(norm.name) is not NORMS.get("bn")
+    if replaces and not any(map(is_norm, body.modules())):
         raise UserError(
             f"norm {norm.name!r} replaces batch norms, and backbone {name!r} has none; norm 'bn' trains it as it is."
         )
