@@ -201,13 +201,16 @@ class Plan:
     blend: Tensor | None = None  # (blended, r)
     total_variance: bool = False  # whether the running variance includes the variance between groups
 
-    _moved: dict[Any, Plan] = field(default_factory=dict, init=False, repr=False)
+    def __post_init__(self) -> None:
+        # No field: a compiler that rebuilds the plan from its fields would pass it to the constructor.
+        object.__setattr__(self, "_moved", {})  # copies by device and type
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Plan:
         """The plan on another device or in another precision; each copy is made once."""
         if self.gather.device == device and self.gather.dtype == dtype:
             return self
-        found = self._moved.get((device, dtype))
+        moved: dict[Any, Plan] = self._moved  # type: ignore[attr-defined]
+        found = moved.get((device, dtype))
         if found is None:
             # First the type, then the device: some have no float64.
             tensors: dict[str, Any] = {
@@ -217,7 +220,7 @@ class Plan:
             }
             found = replace(self, **tensors)
             if not (torch.compiler.is_compiling() or dispatch_modes() or functorch_active()):
-                self._moved[device, dtype] = found
+                moved[device, dtype] = found
         return found
 
 
