@@ -168,7 +168,9 @@ else:
 """
 
 
-@pytest.mark.parametrize("at_once", [4, 1000], ids=["at the sizes", "at the images"])
+@pytest.mark.parametrize(
+    "at_once", [pytest.param(4, marks=pytest.mark.nightly, id="at the sizes"), pytest.param(1000, id="at the images")]
+)
 def test_a_process_that_dies_is_told(tmp_path: Path, at_once: int) -> None:
     script = tmp_path / "dying.py"
     script.write_text(DYING)

@@ -55,7 +55,9 @@ def test_a_killed_run_resumes_with_identical_results(method: str, tmp_path: Path
         assert not list((tmp_path / name).glob(".*.*.*")), "what the killed left behind is gone"
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGINT])
+# By default test_interrupt sends them to this process, and test_terminal sends one to a process.
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_that_gets_a_signal_saves_itself_and_exits_with_130(number: int, tmp_path: Path) -> None:
     words = ["--data", "synthetic:6x40x5x8", "--data.tasks", "2", "--train.epochs", "12", "--norm", "tbbn"]
     words += ["--threads", "1", "--device", "cpu", "--out", str(tmp_path), "--name", "x"]
