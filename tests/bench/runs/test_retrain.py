@@ -118,6 +118,11 @@ def test_a_retraining_that_diverges_is_found(tmp_path: Path, monkeypatch: pytest
     assert problems(tmp_path, 1)["task 2, retrained"].startswith("diverged: the loss or a weight is not finite")
 
 
+def test_a_task_file_takes_no_space_of_its_own(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {}, {"a": torch.zeros(3)}, keep_as="task-2.safetensors")
+    assert (tmp_path / "task-2.safetensors").samefile(tmp_path / checkpoint.NEWEST)
+
+
 def test_task_files_are_copied_where_hard_links_are_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
