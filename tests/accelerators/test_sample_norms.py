@@ -172,6 +172,28 @@ def test_on_the_cpu_the_layer_itself_is_called(monkeypatch):
     assert torch.equal(fused.norm_act(copy.deepcopy(norm), x), by_forward(norm, x, True, None))
 
 
+@here
+def test_where_the_kernels_run_norm_act_calls_them_with_the_convolutions_moments(monkeypatch):
+    asked: list[bool] = []
+    given: list[Any] = []
+    moments = torch.zeros(2, 4, 1, C)
+
+    def convolved(self: Any, x: Tensor, *, moments: bool) -> fused.Convolved:
+        asked.append(moments)
+        return fused.Convolved(x, x, None)
+
+    monkeypatch.setattr(fused.Conv2d, "with_moments", convolved)
+    monkeypatch.setattr(fused, "_by_sample", lambda norm, x: True)
+    monkeypatch.setattr(fused, "_normalise", lambda *got: given.append(got) or got[1])
+    conv, x, residual = fused.Conv2d(C, C, 3, padding=1, bias=False), noise(4, C, 3, 3), noise(4, C, 3, 3)
+    for name in NORMS:
+        norm = made(name, "cpu")
+        fused.conv_moments(conv, x, norm)
+        fused.norm_act(norm, x, relu=False, residual=residual, moments=moments)
+        assert all(a is b for a, b in zip(given[-1], (norm, x, False, residual, moments), strict=True))
+    assert asked == [True] * len(NORMS)
+
+
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NORMS)
