@@ -194,6 +194,44 @@ def test_where_the_kernels_run_norm_act_calls_them_with_the_convolutions_moments
     assert asked == [True] * len(NORMS)
 
 
+@here
+@pytest.mark.parametrize("name", NORMS)
+def test_a_normaliser_that_compiles_does_so_whole_and_for_any_number_of_shapes(name, monkeypatch):
+    """On a GPU its arithmetic is compiled. torch.compile leaves a code object as it is after eight shapes."""
+    norm, real, compiled = made(name, "cpu"), torch.compile, []
+    if not getattr(norm, "compiles_normaliser", False):
+        assert name in ("adab2n", "brn", "brn, eps on std", "cn, cumulative")
+        return
+
+    def spy(function: Any, **options: Any) -> Any:
+        compiled.append(real(function, backend="aot_eager", fullgraph=True, **options))
+        return compiled[-1]
+
+    monkeypatch.setattr(torch, "compile", spy)
+    fused._compiled_normaliser.cache_clear()
+    for rows in range(3, 13) if name == "cn" else (3,):
+        ours, want = made(name, "cpu"), made(name, "cpu")
+        found = []
+        for layer in (ours, want):
+            x = noise(rows, C, 4, 4)
+            var, mean = (t.requires_grad_() for t in torch.var_mean(x, (2, 3), unbiased=False))
+            call = (
+                fused._compiled_normaliser(type(layer), str(layer), x.shape)
+                if layer is ours
+                else type(layer).normaliser
+            )
+            maps = [t.expand(rows, C) for t in call(layer, x, mean, var)]
+            total = sum((m * noise(rows, C, value=i)).sum() for i, m in enumerate(maps))
+            assert isinstance(total, Tensor)
+            grads = torch.autograd.grad(total, [mean, var, *layer.parameters()], allow_unused=True)
+            found.append([*maps, *(g for g in grads if g is not None), *layer.buffers()])
+        assert len(found[0]) == len(found[1])
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b) or apart(a, b) < 1e-5
+    fused._compiled_normaliser.cache_clear()
+    assert len(compiled) == (10 if name == "cn" else 1)
+
+
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NORMS)

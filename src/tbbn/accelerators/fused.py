@@ -5,6 +5,9 @@ On a CPU, and wherever the kernels cannot take the inputs, each function here is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -88,10 +91,27 @@ def _normalise(norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moment
     from tbbn.accelerators.triton import sample
 
     x, mean, var = sample.sample_moments(x, moments)
-    normaliser = norm.normaliser(x, mean, var)
+    if x.is_cuda and norm.training and torch.is_grad_enabled() and getattr(norm, "compiles_normaliser", False):
+        normaliser = _compiled_normaliser(norm.__class__, str(norm), x.shape)(norm, x, mean, var)
+    else:
+        normaliser = norm.normaliser(x, mean, var)
     if normaliser is None:
         return activate(norm(x), relu, residual)
     return sample.sample_affine(x, *normaliser, relu=relu, residual=residual)
+
+
+@cache
+def _compiled_normaliser(kind: Any, options: str, shape: torch.Size) -> Callable[..., Any]:
+    """``kind.normaliser`` by ``torch.compile``: its arithmetic on small tensors would be some eighty launches a layer.
+
+    Layers with the same options and input share a function. Each function has code of its own, because ``torch.compile`` leaves
+    a code object uncompiled after eight variants.
+    """
+    plain = kind.normaliser
+    own = FunctionType(
+        plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    return torch.compile(own, dynamic=False)
 
 
 def _eval_act(norm: nn.BatchNorm2d | PlannedNorm, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor:

@@ -4,7 +4,8 @@ Each has batch norm's constructor, so that ``tbbn.convert`` can put it into any 
 is the norm as published; where the code released with the paper differs, an option gives that (docs/norms.md lists them).
 
 All of them map channel c of sample n by ``(x - center) * scale + shift``, and take the three from the mean and variance of each
-channel of each sample. ``normaliser`` is that step, for kernels that do the passes over ``x`` (``tbbn.accelerators.fused``).
+channel of each sample. ``normaliser`` is that step, for kernels that do the passes over ``x`` (``tbbn.accelerators.fused``);
+``compiles_normaliser`` says that ``torch.compile`` takes it.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class InstanceNorm(nn.GroupNorm):
     """Instance norm: each channel of each sample by its own mean and variance (Ulyanov et al., 2016), with an affine map."""
 
     per_sample = True  # no statistics over rows, so nothing to synchronise over ranks
+    compiles_normaliser = True
 
     def __init__(
         self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None, dtype: Any = None
@@ -112,6 +114,7 @@ class GroupNorm(nn.GroupNorm):
     """
 
     per_sample = True
+    compiles_normaliser = True
 
     def __init__(
         self,
@@ -139,6 +142,10 @@ class GroupNorm(nn.GroupNorm):
 
 class ContinualNorm(AnyDims, AnyBatchNorm):
     """Continual norm: group norm without an affine map, then batch norm, whose state it has (Pham et al., ICLR 2022)."""
+
+    @property
+    def compiles_normaliser(self) -> bool:
+        return self.momentum is not None  # a cumulative average reads its counter
 
     def __init__(
         self,
@@ -175,6 +182,10 @@ class SwitchableNorm(AnyDims, AnyBatchNorm):
     Means and variances have three softmax weights each. Running statistics are those of the batch part. ``unbiased`` divides the
     instance variance by ``H W - 1``, as the released code of both papers does; the publication divides by ``H W``.
     """
+
+    @property
+    def compiles_normaliser(self) -> bool:
+        return self.momentum is not None
 
     def __init__(
         self,
@@ -234,6 +245,8 @@ class BatchRenorm(AnyDims, AnyBatchNorm):
     """
 
     own_momentum = True  # convert keeps 0.01 instead of the replaced layer's momentum
+    # torch.compile would compute r and d again in the backward, from running statistics that have moved by then.
+    compiles_normaliser = False
 
     @property
     def is_batch_norm_in_eval(self) -> bool:

@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ssil": {"method__name": "ssil", "precision": "tf32"},
     "podnet": {"method__name": "podnet", "method__finetune_epochs": 1, "precision": "bf16"},
     "float32": {"norm__name": "bn"},
+    "best epoch": {"norm__name": "cn", "train__keep": "best", "data__validation": 0.25, "train__epochs": 6},
     "adamw": {"train__optimizer": "adamw", "train__warmup": 1, "train__schedule": "cosine"},
 }
 cases = pytest.mark.parametrize("settings", CASES.values(), ids=CASES)

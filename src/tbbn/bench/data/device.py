@@ -32,6 +32,10 @@ class DeviceDataset:
     crop: int | None
     memory_format: torch.memory_format
 
+    @property
+    def is_streamed(self) -> bool:
+        return isinstance(self.images, StreamedImages)
+
     def prefetch(self, batches: Iterable[Tensor]) -> Prefetch:
         """Read the images of these batches ahead of time; does nothing if all images are on the device."""
         if isinstance(self.images, StreamedImages):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tbbn.accelerators.graphs import CapturedFunction
 from tbbn.bench import seeds
 from tbbn.bench.config import RunConfig
 from tbbn.bench.data.batches import BatchMaker, BatchSpec, EpochBlock
@@ -40,6 +41,15 @@ class PhaseRows:
     has_layout: bool  # batches are [current ; memory]; if False they are mixed, and ``current`` holds all rows
 
 
+@dataclass(frozen=True, eq=False)
+class Validation:
+    """The pass over the validation rows of a task."""
+
+    rows: Tensor
+    loss: Tensor  # where the pass leaves its result
+    run: Callable[[Tensor], None]
+
+
 @dataclass(eq=False)
 class EngineTaskContext(TaskContext):
     """The engine's implementation of :class:`tbbn.bench.methods.TaskContext`."""
@@ -55,6 +65,7 @@ class EngineTaskContext(TaskContext):
     training_forward: TrainingForward
     ranks: Ranks
     reservoir: Reservoir | None = None  # online: the memory after the pass over the task
+    validation: Validation | None = None  # made when it is first needed
 
     @property
     def number(self) -> int:
@@ -209,10 +220,23 @@ class EngineTaskContext(TaskContext):
         )
 
     def validation_loss(self) -> Tensor:
-        """Cross-entropy over all classes so far on the validation rows: the paper's code selects epochs by it."""
-        rows = self.validation_rows()
+        """Cross-entropy over all classes so far on the validation rows: the paper's code selects epochs by it.
+
+        On a GPU the pass is captured, as steps are: while the host launches its kernels one by one, no other lane can go on.
+        """
+        if self.validation is None:
+            rows, data = self.validation_rows(), self.maker.data
+            capture = data.labels.is_cuda and not data.is_streamed and self.ranks.size == 1
+            rows = to_device(rows, data.labels.device) if capture else rows
+            run = CapturedFunction(self._validate) if capture else self._validate
+            self.validation = Validation(rows, torch.zeros((), device=data.labels.device), run)
+        self.validation.run(self.validation.rows)
+        return self.validation.loss
+
+    def _validate(self, rows: Tensor) -> None:
+        assert self.validation is not None
         logits = self._joined(self._evaluate(rows, lambda output: output.logits), rows)
-        return F.cross_entropy(logits.float(), self.labels(rows))
+        self.validation.loss.copy_(F.cross_entropy(logits.float(), self.labels(rows)))
 
     def validation_rows(self) -> Tensor:
         """The task's validation rows; for joint training those of all tasks so far.
