@@ -3,8 +3,9 @@
     python tools/mutants.py --number 30 --seed 1 --minutes 8
 
 Mutants are drawn at random in every area, and tried in a copy of the tree (``build/mutants``), never in the checkout. First
-each test file is run once to learn which functions each test calls. A mutant is then given the tests that call its function:
-those of its own area, then others, the quick ones first. What was found is kept, so the next call goes on; ``--again`` tries
+each test file is run once to learn which functions each test calls, also in processes that it starts. A mutant is then given
+the tests that call its function: those of its own area, then others, the quick ones first; last those of the command line,
+of ranks and of other processes. What was found is kept, so the next call goes on; ``--again`` tries
 those that survived once more. Mutants that change nothing a test could see are listed with the reason in
 ``tools/equivalent.txt``, and not counted.
 """
@@ -47,27 +48,34 @@ AREAS = {  # where the code is, below the package; its tests are in the folder o
     "runs": ["bench/runs", "bench/files.py"],
     "report": ["bench/metrics.py", "bench/report"],
 }
-# Tests left out: of GPU code, of the command line and of the docs, and those that fuzz; slow, and others see the same code.
-LEFT_OUT = ("accelerators", "/cli/", "/fuzz/", "/stateful/", "_docs.", "_examples.", "_compile.", "_export.", "_speed.")
+LEFT_OUT = ("/fuzz/", "/stateful/", "_examples.", "_dist.")  # slow or random, and others see the same code
+LATE = ("accelerators", "/cli/", "_compile.", "_docs.", "_export.", "_speed.")  # slow: for mutants that survived others
 PRELOADED = (
     "torch._dynamo", "torch.onnx", "numpy", "sklearn.datasets", "safetensors.torch", "matplotlib.pyplot", "pytest",
     "xdist.plugin", "pygments.lexers.python", "hypothesis.strategies", "hypothesis.internal.conjecture.engine",
 )  # fmt: skip
 MARKS = "not slow and not gpu and not nightly"
 FAILED, TIMEOUT = 70, 124  # not exit codes of pytest
+# Python runs a file of this name on its path first: so the processes that a test starts note their calls, too.
+IN_OTHERS = f"import sys\nsys.path.append({str(ROOT / 'tools')!r})\nimport mutants\nmutants.Watcher().install()\n"
 
 
 class Watcher:
     """A pytest plugin that notes which functions of the package each test calls, and how long it takes.
 
-    It is also the loader of the package: every function begins with a note of its name.
+    It is also the loader of the package: every function begins with a note of its name. A process that the test has started
+    writes its notes to a file.
     """
+
+    FILE = "TBBN_MUTANTS_NOTES"  # where the environment names that file
 
     def __init__(self) -> None:
         self.calls: dict[str, set[str]] = {}
         self.seconds: Counter[str] = Counter()
         self.failed: set[str] = set()
         self.current: set[str] = set()
+        self.process = 0  # that of the tests
+        self.files: dict[str, Path] = {}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         spec = PathFinder.find_spec(name, path) if name.startswith("tbbn.") else None
@@ -78,18 +86,41 @@ class Watcher:
 
     class Loader(SourceFileLoader):
         def get_code(self, fullname: str) -> CodeType:
+            if fullname.startswith("tbbn.nn."):  # may be compiled, and should be as without notes
+                import torch._dynamo
+
+                torch._dynamo.config.ignore_logging_functions.add(builtins.note_call)  # type: ignore[attr-defined]
             tree = ast.parse(self.get_data(self.path))
             for name, function in functions(tree):
-                note = f"__import__('builtins').note_call({f'{Path(self.path).relative_to(TREE)}:{name}'!r})"
+                note = f"note_call({f'{Path(self.path).relative_to(TREE)}:{name}'!r})"
                 function.body.insert(int(ast.get_docstring(function) is not None), ast.parse(note).body[0])
             return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
 
     def install(self) -> None:
-        builtins.note_call = lambda name: self.current.add(name)  # type: ignore[attr-defined]
+        def note(name: str) -> None:
+            if name not in self.current:
+                self.current.add(name)
+                if os.getpid() != self.process and self.FILE in os.environ:
+                    with open(os.environ[self.FILE], "a") as file:
+                        file.write(f"{name}\n")
+
+        builtins.note_call = note  # type: ignore[attr-defined]
         sys.meta_path.insert(0, self)
+
+    def watch_tests(self) -> None:
+        """Be the plugin of the tests in this process, and watch the processes that they start."""
+        folder = WORK / "notes"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(IN_OTHERS)
+        os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"
+        self.process = os.getpid()
+        self.install()
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         self.current = self.calls.setdefault(nodeid, set())
+        self.files[nodeid] = WORK / "notes" / f"{len(self.files)}.txt"
+        os.environ[self.FILE] = str(self.files[nodeid])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] += report.duration
@@ -97,6 +128,8 @@ class Watcher:
             self.failed.add(report.nodeid)
 
     def found(self) -> dict[str, Any]:
+        for test, file in self.files.items():
+            self.calls[test].update(file.read_text().split("\n")[:-1] if file.exists() else ())
         return {
             test: {"seconds": round(self.seconds[test], 3), "calls": sorted(names)}
             for test, names in self.calls.items()
@@ -118,7 +151,7 @@ def in_child(tests: list[str], limit: float, plugin: Watcher | None = None, resu
             import pytest
 
             if plugin:
-                plugin.install()
+                plugin.watch_tests()
             options = ["-q", "-p", "no:cacheprovider", "-m", MARKS, f"--basetemp={WORK}/tmp", "--hypothesis-seed=0"]
             options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # pytest's plugins are loaded already
             code = int(pytest.main([*options, *([] if plugin else ["-x"]), *tests], plugins=[plugin] if plugin else []))
@@ -183,7 +216,7 @@ def learn(deadline: float) -> dict[str, dict[str, Any]]:
 
 
 def choose(mutant: Mutant, source: str, tests: dict[str, dict[str, Any]], limit: float) -> list[list[str]]:
-    """The tests for a mutant, in groups; at most ``limit`` seconds of its own area, and of others."""
+    """The tests for a mutant, in groups; at most ``limit`` seconds of its own area, of others, and of late ones."""
     function = f"{mutant.file}:{function_at(source, mutant.line)}"
     named = (f"/test_{Path(mutant.file).stem}.py", "/test_wires.py")
     folders = tuple(f"tests/{place}/" for place in AREAS[mutant.area])
@@ -191,13 +224,14 @@ def choose(mutant: Mutant, source: str, tests: dict[str, dict[str, Any]], limit:
     if not seen:  # run on import: any test may see it, first of all those that call something in the file
         seen = list(tests)
         close |= {t for t in tests if any(call.startswith(f"{mutant.file}:") for call in tests[t]["calls"])}
-    seen.sort(key=lambda test: (test not in close, tests[test]["seconds"]))
-    near = [test for test in seen if test.startswith(folders) or test in close]
+    seen.sort(key=lambda test: (test not in close, not test.startswith(folders), tests[test]["seconds"]))
+    late = [test for test in seen if any(word in test for word in LATE)]
+    near = [test for test in seen if (test.startswith(folders) or test in close) and test not in late]
     chosen = []
-    for group in (near, [test for test in seen if test not in near]):
+    for group in (near, [test for test in seen if test not in near and test not in late], late):
         ends = itertools.accumulate(tests[test]["seconds"] for test in group)
         chosen.append([test for test, end in zip(group, ends, strict=True) if end < limit])
-    return [chosen[0][:15], chosen[0][15:], chosen[1]]  # most mutants die in the first group
+    return [chosen[0][:15], chosen[0][15:], *chosen[1:]]  # most mutants die in the first group
 
 
 def try_mutant(mutant: Mutant, tests: dict[str, dict[str, Any]], limit: float) -> tuple[str, int]:
@@ -257,7 +291,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=20, help="mutants per area")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30.0, help="stop after this time; call again to go on")
-    parser.add_argument("--seconds", type=float, default=60.0, help="tests per mutant, in its area and in the others")
+    parser.add_argument("--seconds", type=float, default=60.0, help="tests per mutant, in its area, in others and late")
     parser.add_argument("--again", action="store_true", help="try those that survived once more")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; call again to go on."))  # and put the file back
