@@ -27,6 +27,7 @@ from torch import nn
 
 import tbbn
 from tbbn.errors import UserError
+from tbbn.nn import sync
 from tbbn.nn.sync import share_counts
 
 for title, given in COUNTS.items():
@@ -158,6 +159,16 @@ def without_a_cpu_backend_counts_travel_on_the_layers_device() -> None:
         ):
             share_counts(block.layout, block.groups)
         assert devices.pop() == wanted
+
+
+@case
+def a_plan_is_built_once_for_all_batches_with_the_same_counts() -> None:
+    synced, _ = layers(nn.BatchNorm2d(5))
+    with mock.patch.object(sync, "_build", wraps=sync._build) as built:
+        for rows in (7, 7, 6, 7):
+            with tbbn.balance(synced, current=rows, memory=3, past_tasks=2):
+                synced(random(rows + 3, 5, 4, 3))
+    assert built.call_count == 2, built.call_count
 
 
 @case

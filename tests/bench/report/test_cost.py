@@ -62,6 +62,19 @@ def test_settings_that_differ_are_listed_with_the_runs_that_have_them() -> None:
     assert not {"seed", "device", "data.root", "method.name", "data.class_order_seed"} & set(shared)
 
 
+def test_only_the_value_of_more_than_half_of_many_runs_is_not_listed_with_all_of_them() -> None:
+    methods = ("ft", "er", "lucir", "wa", "ssil", "bic", "il2m", "eeil", "icarl", "derpp")
+
+    def third_column(rare: int, common: int) -> list[str]:
+        rates = [0.5] * rare + [0.05] * common
+        runs = [record(TWO, method__name=m, train__lr=lr) for m, lr in zip(methods, rates, strict=False)]
+        return [row[2] for row in differences_table(groups(runs)).rows]
+
+    assert third_column(1, 4) == ["ft", "er, lucir, wa, ssil"]  # four are few
+    assert third_column(4, 5) == ["ft, er, lucir, wa", "the other 5"]
+    assert third_column(5, 5) == ["ft, er, lucir, wa, ssil", "bic, il2m, eeil, icarl, derpp"]  # not more than half
+
+
 def test_environments_are_counted() -> None:
     one, other, third = (record(TWO, seed=seed) for seed in range(3))
     one.environment = {"torch": "2.9", "gpu": "H200"}

@@ -14,6 +14,7 @@ from tbbn.bench.engine.record import new_record
 from tbbn.bench.runs import retrain
 from tbbn.bench.runs.record import load_predictions, load_record, save_record
 from tbbn.bench.runs.saved import run_saved
+from tbbn.bench.runs.states import same_place
 from tbbn.bench.runs.verify import verify
 
 
@@ -55,6 +56,16 @@ def test_a_task_is_retrained_with_the_threads_of_the_run(tmp_path: Path, monkeyp
     assert [config.threads for config in asked] == [3, 2]
     whole = replace(record.run_config.data, stop_after=1, download=False)
     assert {replace(config, threads=2) for config in asked} == {replace(record.run_config, data=whole)}
+
+
+def test_a_record_is_checked_with_its_own_threads_and_device_where_they_are_known() -> None:
+    record = new_record(tiny(threads=0, data__download=True))
+    for setting, recorded, wanted in ((0, {}, 0), (0, {"threads": 3}, 3), (2, {"threads": 3}, 2)):
+        record.config["threads"], record.environment = setting, recorded
+        place = same_place(record)
+        assert (place.threads, place.data.download, place.device) == (wanted, False, "cpu")
+    record.config["device"] = "cuda:77"
+    assert same_place(record).device == "auto"
 
 
 def test_predictions_of_each_task_are_stored_under_its_number() -> None:

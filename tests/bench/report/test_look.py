@@ -1,0 +1,241 @@
+"""How figures look: sizes, colours, ranges and ticks, as one table of facts. A page is read by how it looks."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import record
+
+from tbbn.bench.engine.record import Record
+from tbbn.bench.report.curves import GREY, accuracy_panels, forgetting_panels, gain_panels
+from tbbn.bench.report.errors import errors_panels
+from tbbn.bench.report.figures import COLOURS, LINES, MARKERS, Look, Panel, figure_of, save_figure
+from tbbn.bench.report.groups import groups
+from tbbn.bench.report.matrices import matrix_panels
+from tbbn.bench.report.pairs import pairs
+from tbbn.bench.report.plots import KINDS, figure
+from tbbn.bench.report.svg import inline_svg
+
+UP = [[1.0], [0.5, 0.7]]
+NORMS = ("bn", "in", "gn", "sn", "brn", "cn", "tbbn", "adab2n", "weighted")
+METHODS = ("ft", "er", "lucir", "wa", "ssil", "bic", "il2m", "eeil", "icarl")
+
+
+def of_norms(n: int, **settings: Any) -> list[Record]:
+    return [record(UP, norm__name=norm, **settings) for norm in NORMS[:n]]
+
+
+def long_run(tasks: int, **settings: Any) -> Record:
+    return record([[0.5] * (t + 1) for t in range(tasks)], **settings)
+
+
+def shown(records: list[Record], kind: str = "accuracy") -> list[Any]:
+    return [axes for axes in figure(records, kind).axes if axes.axison]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_has_the_same_sizes_in_all_figures(kind: str) -> None:
+    made = figure(of_norms(2), kind, "all")
+    assert made._suptitle.get_fontsize() == 10
+    for axes in made.axes:
+        assert axes.title.get_fontsize() == 9
+        assert axes.xaxis.label.get_fontsize() == 8
+        assert not axes.get_ylabel() or axes.yaxis.label.get_fontsize() == 8
+        ticks = {label.get_fontsize() for label in (*axes.get_xticklabels(), *axes.get_yticklabels())}
+        assert ticks == {7 if kind == "matrix" else 8}
+        assert {text.get_fontsize() for text in axes.texts} <= {7}
+        assert (axes.get_legend() is None) == (kind == "matrix")
+        if legend := axes.get_legend():
+            assert {text.get_fontsize() for text in legend.get_texts()} == {7}
+            assert not legend.get_frame_on()
+            assert legend._ncols == (4 if kind == "errors" else 1)
+
+
+def test_curves_have_a_grid_whole_tasks_and_thin_lines_with_small_markers() -> None:
+    (axes,) = shown([record(UP), record([[0.6], [0.4, 0.3]], seed=1)])
+    (line,) = axes.lines
+    assert line.get_linewidth() == 1.5 and line.get_markersize() == 3.5
+    (band,) = axes.collections
+    assert band.get_linewidth() == 0 and band.get_alpha() == 0.15
+    assert axes.get_legend().handlelength == 3.2, "long enough to tell dashes apart"
+    assert axes.xaxis.get_gridlines()[0].get_visible() and axes.xaxis.get_gridlines()[0].get_alpha() == 0.3
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+@pytest.mark.parametrize(("tasks", "every"), [(2, 1), (11, 1), (12, 2), (23, 2), (24, 3)])
+def test_a_long_curve_has_a_marker_at_some_tasks_only(tasks: int, every: int) -> None:
+    (axes,) = shown([long_run(tasks)])
+    assert axes.lines[0].get_markevery() == every
+
+
+def test_a_curve_of_one_seed_has_no_band() -> None:
+    (axes,) = shown([record(UP)])
+    assert not axes.collections
+
+
+def test_lines_and_colours_repeat_after_the_last_and_lines_then_have_other_markers() -> None:
+    assert len(LINES) == len(MARKERS) == len(COLOURS) == 8
+    found = groups(of_norms(9))
+    looks = [Look(found).of(group) for group in found]
+    assert [look["linestyle"] for look in looks] == [*LINES, LINES[0]]
+    assert [look["marker"] for look in looks] == [*"oooooooo", "s"]
+    found = groups([record(UP, method__name=method) for method in METHODS])
+    assert [Look(found).of(group)["color"] for group in found] == [*COLOURS, COLOURS[0]]
+    found = groups([record(UP, train__epochs=e) for e in range(1, 10)])
+    assert [Look(found).of(group)["marker"] for group in found] == [*MARKERS, MARKERS[0]]
+
+
+def test_five_curves_share_a_panel_and_six_do_not() -> None:
+    (alone,) = accuracy_panels(groups(of_norms(5)))
+    assert (alone.title, alone.width, alone.height) == ("digits", 4.4, 3.2)
+    panels = accuracy_panels(groups([*of_norms(5), record(UP, method__name="er")]))
+    assert [(p.title, p.width, p.height) for p in panels] == [("ft", 3.6, 2.7), ("er", 3.6, 2.7)]
+    assert len(accuracy_panels(groups(of_norms(6)))) == 5
+    assert len(gain_panels(pairs(groups(of_norms(6))))) == 1
+    assert [p.title for p in gain_panels(pairs(groups(of_norms(7))))] == ["gain over ft + bn"] * 6
+
+
+def test_beside_many_norms_the_first_is_grey() -> None:
+    panels = shown(of_norms(6))
+    for axes in panels:
+        first, other = axes.lines
+        assert first.get_color() == GREY and other.get_color() == COLOURS[0]
+
+
+def test_the_gain_has_a_line_at_zero_and_others_have_none() -> None:
+    records = [record(UP), record([[0.9], [0.2, 0.2]], norm__name="gn")]
+    (axes,) = shown(records, "gain")
+    zero, gain = axes.lines
+    assert list(zero.get_ydata()) == [0, 0] and zero.get_linewidth() == 0.8
+    assert zero.get_color() == axes.spines["left"].get_edgecolor()
+    assert list(gain.get_ydata()) == pytest.approx([-10.0, -40.0])
+    for kind in ("accuracy", "forgetting"):
+        assert len(shown(records, kind)[0].lines) == 2
+
+
+def test_the_range_holds_every_band_with_some_air() -> None:
+    # Bands of seeds 0.2 and 0.4: 30 +- 14.142; the air is 5 % of the range, and half a point.
+    spread = 200**0.5
+    seeds = [record([[0.2], [0.2, 0.2]]), record([[0.4], [0.4, 0.4]], seed=1)]
+    air = 0.05 * 2 * spread + 0.5
+    assert shown(seeds)[0].get_ylim() == pytest.approx((30 - spread - air, 30 + spread + air))
+    # No further than a point beyond what is possible.
+    assert shown([record([[1.0], [1.0, 1.0]]), record([[0.0], [0.0, 0.0]], norm__name="gn")])[0].get_ylim() == (-1, 101)
+    # Forgetting may be negative; 0.6 learnt later to 0.8: -10 points, and one curve alone has half a point of air.
+    assert shown([record([[0.6], [0.8, 0.9]])], "forgetting")[0].get_ylim() == pytest.approx((-10.5, -9.5))
+    worst, best = record([[1.0], [0.0, 1.0]]), record([[0.0], [1.0, 1.0]], norm__name="gn")
+    assert shown([worst, best], "forgetting")[0].get_ylim() == pytest.approx((-50 - 5.5, 50 + 5.5))
+    # Gains of -50 and of 100 points: the upper end is cut.
+    all_right, none_right = [[1.0], [1.0, 1.0]], [[0.0], [0.0, 0.0]]
+    gains = [record(none_right), record(all_right, norm__name="gn"), record(none_right, norm__name="tbbn")]
+    assert shown(gains, "gain")[0].get_ylim() == pytest.approx((-5.5, 101))
+    losses = [record(all_right), record(none_right, norm__name="gn"), record(all_right, norm__name="tbbn")]
+    assert shown(losses, "gain")[0].get_ylim() == pytest.approx((-101, 5.5))
+
+
+def test_a_band_of_gains_or_of_forgetting_stays_within_100_points() -> None:
+    none, whole = [[0.0], [0.0, 0.0]], [[1.0], [1.0, 1.0]]
+    records = [record(none), record(none, seed=1), record(whole, norm__name="gn")]
+    records.append(record([[0.2], [0.2, 0.2]], norm__name="gn", seed=1))
+    for flipped in (False, True):  # gains of 100 and 20: 60 +- 40; and their negatives
+        if flipped:
+            for made in records:
+                made.accuracy = [[1 - a for a in row] for row in made.accuracy]
+        (axes,) = shown(records, "gain")
+        heights = axes.collections[0].get_paths()[0].vertices[:, 1]
+        assert (heights.min(), heights.max()) == pytest.approx((-100, -20) if flipped else (20, 100))
+    assert [p.title for p in forgetting_panels(groups(records))] == ["digits"]
+
+
+def test_numbers_of_a_heat_map_can_be_read_on_their_colours() -> None:
+    (axes,) = shown([record([[0.1], [0.97, 0.3]])], "matrix")
+    cells = {text.get_position(): (text.get_text(), text.get_color()) for text in axes.texts}
+    # Viridis is dark violet at 0 and bright yellow at 100.
+    assert cells == {(1, 1): ("10", "white"), (1, 2): ("97", "black"), (2, 2): ("30", "white")}
+    for text in axes.texts:
+        assert (text.get_ha(), text.get_va(), text.get_in_layout()) == ("center", "center", False)
+    mesh = axes.collections[0]
+    assert mesh.cmap.name == "viridis" and mesh.get_coordinates()[0, :, 0].tolist() == [0.5, 1.5, 2.5]
+    assert axes.get_aspect() == 1 and not any(side.get_visible() for side in axes.spines.values())
+    assert {tick.tick1line.get_markersize() for tick in axes.xaxis.get_major_ticks()} == {0}
+
+
+def test_black_and_white_numbers_change_where_the_colour_is_half_as_bright_as_white() -> None:
+    import matplotlib
+
+    values = [i / 20 for i in range(12)]
+    (axes,) = shown([record([[values[i]] * (t + 1) for t, i in enumerate(range(12))])], "matrix")
+    assert len(axes.texts) == 78
+    for text in axes.texts:
+        red, green, blue, _ = matplotlib.colormaps["viridis"](values[text.get_position()[1] - 1])
+        luma = sum(weight * part for weight, part in zip((299, 587, 114), (red, green, blue), strict=True)) / 1000
+        assert text.get_color() == ("white" if luma < 0.5 else "black")
+
+
+def test_heat_maps_of_more_than_twelve_tasks_have_a_scale_in_place_of_numbers() -> None:
+    twelve, (thirteen, scale) = shown([long_run(12)], "matrix"), shown([long_run(13)], "matrix")
+    assert len(twelve) == 1 and len(twelve[0].texts) == 78
+    assert list(twelve[0].get_xticks()) == list(twelve[0].get_yticks()) == list(range(1, 13))
+    assert not thirteen.texts and list(thirteen.get_xticks()) == list(thirteen.get_yticks()) == [5, 10]
+    assert list(scale.get_yticks()) == [0, 25, 50, 75, 100]
+    assert {label.get_fontsize() for label in scale.get_yticklabels()} == {7}
+    assert list(shown([long_run(15)], "matrix")[0].get_xticks()) == [5, 10, 15]
+    assert {panel.height for panel in matrix_panels(groups(of_norms(2)))} == {3.5}
+
+
+def test_bars_of_errors_lie_below_each_other_in_panels_with_one_scale() -> None:
+    large, small = of_norms(3), of_norms(1, method__name="er")
+    large[1].errors[-1] = {"C->C": 10, "C->P": 0, "P->C": 30, "P->P": 60}
+    panels = errors_panels(groups([*large, *small]))
+    assert [panel.height for panel in panels] == [1.5 + 0.75, 1.5 + 0.25]
+    first, second = figure_of(panels).axes[:2]
+    assert first.get_xlim() == second.get_xlim() == (0, pytest.approx(105))
+    assert first.get_ylim() == (2.5, -1.2) and second.get_ylim() == (0.5, -1.2)
+    bars = [bar for part in first.containers for bar in part]
+    assert [bar.get_height() for bar in bars] == pytest.approx([0.7] * 12)
+    assert [part[0].get_facecolor() for part in first.containers] == [_rgba(colour) for colour in COLOURS[:4]]
+    assert [text.get_text() for text in first.get_legend().get_texts()] == ["C->C", "C->P", "P->C", "P->P"]
+    assert first.xaxis.get_gridlines()[0].get_visible() and not first.yaxis.get_gridlines()[0].get_visible()
+    assert first.xaxis.get_gridlines()[0].get_alpha() == 0.3
+
+
+def _rgba(colour: str) -> tuple[float, ...]:
+    return (*(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)), 1.0)
+
+
+def test_a_picture_has_200_dots_an_inch_and_100_in_a_notebook(tmp_path: Path) -> None:
+    made = Panel("x", lambda axes: None, 3.0, 2.0).figure()
+    saved = save_figure(made, tmp_path / "x.PNG").read_bytes()
+    assert struct.unpack(">II", saved[16:24]) == (600, 400)
+    assert struct.unpack(">II", made._repr_png_()[16:24]) == (300, 200)  # type: ignore[attr-defined]
+
+
+def test_a_figure_of_nothing_says_so() -> None:
+    made = figure_of([])
+    (axes,) = made.axes
+    (text,) = axes.texts
+    assert text.get_text() == "nothing to draw" and text.get_position() == (0.5, 0.5) and text.get_ha() == "center"
+    assert made.get_size_inches().tolist() == [4.4, 3.2]
+
+
+def test_a_title_is_as_wide_as_its_panel() -> None:
+    words = " ".join(["abcd"] * 30)  # five characters a word
+    for width, characters in ((3.6, 40), (4.4, 48)):
+        (axes,) = Panel(words, lambda axes: None, width).figure().axes
+        lines = axes.get_title().split("\n")
+        assert len(lines) == 3
+        assert len(lines[0]) == (characters + 1) // 5 * 5 - 1 and lines[2].endswith(" ...")
+    (axes,) = Panel("a-" * 30, lambda axes: None, 2.0).figure().axes
+    assert len(axes.get_title().split("\n")[0]) == 22, "a long word is cut, not broken at its hyphens"
+
+
+def test_a_panel_in_a_page_is_as_wide_as_is_good_to_read() -> None:
+    for width, rem in ((3.6, 27), (4.4, 33)):
+        picture = inline_svg(Panel("a", lambda axes: None, width), "n")
+        head = picture[: picture.index(">")]
+        assert f'style="max-width: {rem}rem"' in head and 'role="img"' in head
+        assert " width=" not in head and " height=" not in head and "viewBox=" in head
+        assert "<metadata" not in picture and "currentColor" in picture and "#808080" not in picture
