@@ -76,6 +76,8 @@ class Watcher:
         self.current: set[str] = set()
         self.process = 0  # that of the tests
         self.files: dict[str, Path] = {}
+        self.made: list[Any] = []  # fixtures of several tests that are made for the current one
+        self.of_fixture: dict[Any, set[str]] = {}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         spec = PathFinder.find_spec(name, path) if name.startswith("tbbn.") else None
@@ -121,6 +123,17 @@ class Watcher:
         self.current = self.calls.setdefault(nodeid, set())
         self.files[nodeid] = WORK / "notes" / f"{len(self.files)}.txt"
         os.environ[self.FILE] = str(self.files[nodeid])
+
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> None:
+        if fixturedef.scope != "function" and not fixturedef.func.__module__.startswith("_pytest"):
+            self.made.append(fixturedef)
+
+    def pytest_runtest_call(self, item: Any) -> None:
+        """What was called to make a fixture counts for every test that has it."""
+        self.of_fixture |= {definition: set(self.current) for definition in self.made}
+        self.made.clear()
+        for definitions in item._fixtureinfo.name2fixturedefs.values():
+            self.current.update(*(self.of_fixture.get(definition, ()) for definition in definitions))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] += report.duration
