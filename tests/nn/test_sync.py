@@ -112,3 +112,17 @@ def test_a_lazy_layer_synchronises():
     model = tbbn.convert(nn.Sequential(nn.LazyBatchNorm2d()), sync=True)
     model(torch.randn(4, 3, 2, 2))
     assert model[0].sync
+
+
+@pytest.mark.parametrize("accelerator", [None, torch.device("meta")])
+def test_counts_are_sent_from_the_device_of_the_layer_or_of_this_machine(accelerator, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    for options, wanted in (
+        ({"affine": False, "track_running_stats": False}, accelerator or torch.device("cpu")),  # it has no tensor
+        ({"affine": False}, torch.device("cpu")),
+        ({"affine": False, "device": "meta"}, torch.device("meta")),
+        ({"track_running_stats": False, "device": "meta"}, torch.device("meta")),
+    ):
+        model = tbbn.convert(nn.Sequential(nn.BatchNorm2d(4, **options)), sync=True)
+        block = tbbn.balance(model, current=3, memory=1, past_tasks=1)
+        assert block.groups == {None: wanted}

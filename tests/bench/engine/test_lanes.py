@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tinyrun import finish, results, tiny
 
 from tbbn.bench.engine import Event, Stepped, TaskEnded, run_lanes
+from tbbn.bench.engine import lanes as lanes_module
 from tbbn.bench.engine.events import EpochEnded, Position, Waiting
 from tbbn.bench.engine.lanes import LaneTuner
 from tbbn.bench.engine.loop import Run
@@ -218,6 +221,79 @@ def test_a_lane_that_ends_while_it_is_measured_spoils_no_measurement() -> None:
     now = 50.0
     found.observe(0, ended)
     assert found.n == 1 and found.best_speed == 0.0
+
+
+def test_a_lane_must_raise_the_speed_by_more_than_five_percent() -> None:
+    assert growth([1.0, 1.0499, 9.0]).n == 2
+    assert growth([1.0, 1.051, 1.06]).n == 3
+
+
+def test_a_measurement_lasts_a_second_and_an_epoch_of_every_lane() -> None:
+    now = 0.0
+    found = LaneTuner(8, clock=lambda: now)
+    ended, stepped = EpochEnded(Position(), "train", 1, {}, None), Stepped(Position(), "train", 1, 1, 10)
+    for seconds in (0.0, 0.25, 0.25, 0.4375):  # the first epoch is not measured, the others are too short together
+        now += seconds
+        for _ in range(3):
+            found.observe(0, stepped)
+        found.observe(0, ended)
+        assert (found.n, found.best_speed) == (1, 0.0)
+    now += 0.0625
+    found.observe(0, stepped)
+    found.observe(0, ended)
+    assert (found.n, found.best_speed) == (2, 10.0)  # 3 + 3 + 3 + 1 steps in a second
+    found.observe(0, ended)
+    now += 5.0
+    found.observe(0, ended)
+    assert found.n == 2, "the other lane has done no epoch yet"
+    found.observe(1, ended)
+    assert found.started == now
+
+
+def test_a_gpu_has_room_for_a_lane_of_the_mean_size_and_half_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 400)
+    for free, lanes, room in ((600, 1, False), (601, 1, True), (300, 2, False), (301, 2, True), (150, 4, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1000))
+        assert lanes_module._has_memory(lanes) is room
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device", "runs", "given", "limit"),
+    [
+        (True, "cuda", 3, None, 3),
+        (True, "auto", 20, None, 16),
+        (True, "cpu", 3, None, 1),
+        (False, "auto", 3, None, 1),
+        (True, "cuda", 3, 2, 1),
+    ],
+)
+def test_lanes_are_added_on_a_gpu_only_and_where_their_number_is_open(
+    gpu: bool, device: str, runs: int, given: int | None, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def tuner(limit: int, has_memory: Any) -> None:
+        raise Asked(limit, has_memory)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(lanes_module, "LaneTuner", tuner)
+    config = replace(tiny(), device=device)
+    with pytest.raises(Asked) as asked:
+        run_lanes([config] * runs, given)
+    assert asked.value.args == (limit, lanes_module._has_memory)
+
+
+def test_while_all_lanes_wait_the_processor_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("tbbn.bench.engine.lanes.time.sleep", pauses.append)
+
+    def drive(number: int, run: Run) -> Iterator[Event]:
+        yield Waiting(lambda: len(pauses) >= 3)
+        yield Stepped(Position(), "train", 1, 1, 1)
+
+    run_lanes([tiny(), tiny(seed=1)], 2, drive=drive)
+    assert pauses == [5e-5] * 3
 
 
 def test_the_number_of_lanes_may_be_left_open() -> None:
