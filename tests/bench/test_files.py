@@ -7,7 +7,9 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,8 +18,10 @@ from tbbn.bench.files import (
     NO_SEAL,
     atomic_writer,
     file_sha256,
+    folder_writer,
     is_blank,
     locked,
+    read_limited,
     remove_leftovers,
     seal,
     seal_problem,
@@ -186,3 +190,115 @@ def test_all_bytes_have_left_the_buffer_when_a_file_is_forced_to_disk(
     monkeypatch.setattr(files.os, "fsync", lambda number: forced.append(os.fstat(number).st_size))
     write_atomic(tmp_path / "small", b"12345")
     assert forced == [5]
+
+
+def test_a_file_is_read_up_to_a_limit_and_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"12345")
+    assert read_limited(file, 5) == b"12345"
+    with pytest.raises(UserError, match=r"a: has 5 bytes, more than the 4 that such a file may have"):
+        read_limited(file, 4)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("pipe", "link"):
+        with pytest.raises(UserError, match=rf"{name}: not a file$"):
+            read_limited(tmp_path / name, 5)
+    with pytest.raises(IsADirectoryError):
+        read_limited(tmp_path, 10**6)
+    with pytest.raises(FileNotFoundError):
+        read_limited(tmp_path / "none", 5)
+
+
+def test_whoever_waits_for_a_folder_gets_it_when_it_is_free(tmp_path: Path) -> None:
+    order: list[str] = []
+    holds, asked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locked(tmp_path):
+            holds.set()
+            asked.wait(10)
+            order.append("first")
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holds.wait(10)
+    threading.Timer(0.1, asked.set).start()
+    with locked(tmp_path, wait=True):
+        order.append("second")
+    holder.join()
+    assert order == ["first", "second"]
+
+
+def test_a_folder_is_blank_with_its_lock_and_the_files_named(tmp_path: Path) -> None:
+    assert is_blank(tmp_path)
+    for name in (".lock", "log"):
+        (tmp_path / name).touch()
+    assert is_blank(tmp_path, "log") and is_blank(tmp_path, "other", "log")
+    assert not is_blank(tmp_path) and not is_blank(tmp_path, "other")
+
+
+@pytest.mark.parametrize("system", ["exchanges", "refuses", "cannot"])
+def test_a_folder_is_put_in_the_place_of_the_old_one(
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def refused(*arguments: object) -> int:
+        asked.append(arguments)
+        return -1
+
+    if system != "exchanges":
+        libc = SimpleNamespace(renameat2=refused) if system == "refuses" else SimpleNamespace()
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: libc)
+    place = tmp_path / "a" / "place"
+    for content in ("one", "two", "three"):
+        with folder_writer(place) as folder:
+            assert folder.parent == place.parent and folder != place
+            (folder / content).write_text(content)
+        assert names(place) == {content} and names(place.parent) == {"place"}
+    assert len(asked) == (2 if system == "refuses" else 0)
+    if asked:
+        here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+        new = os.fsencode(place.with_name(f".place-new-{os.getpid()}"))
+        assert asked[0] == (here, new, here, os.fsencode(place), exchange)
+
+
+def test_the_files_of_a_folder_are_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    real = os.rename
+    monkeypatch.setattr(os, "fsync", lambda number: order.append(Path(f"/proc/self/fd/{number}").readlink().name))
+    monkeypatch.setattr(os, "rename", lambda *paths: (order.append("rename"), real(*paths))[1])
+    with folder_writer(tmp_path / "place") as folder:
+        for name in "ab":
+            (folder / name).touch()
+    assert sorted(order[:2]) == ["a", "b"] and order[2:] == ["rename"]
+
+
+def test_only_what_dead_processes_left_beside_a_folder_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    alive, dead = f".place-new-{os.getppid()}", {f".place-new-{ended.pid}", ".place-new-x", ".place-new-" + "9" * 30}
+    others = {".other-new-x", "place-new-x"}
+    for name in {alive, *dead, *others}:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    with folder_writer(tmp_path / "place"):
+        assert names(tmp_path) == {alive, *others, f".place-new-{os.getpid()}"}
+    assert names(tmp_path) == {alive, *others, "place"}
+    with pytest.raises(KeyError), folder_writer(tmp_path / "b" / "c" / "place"):
+        raise KeyError
+    assert not (tmp_path / "b").exists(), "folders made on the way are removed after a failure"
+
+
+def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(process: int, number: int) -> None:
+        assert number == 0
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    (tmp_path / ".place-new-12").mkdir()
+    with folder_writer(tmp_path / "place"):
+        pass
+    assert names(tmp_path) == {".place-new-12", "place"}
