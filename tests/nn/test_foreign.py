@@ -436,3 +436,16 @@ def test_a_lazy_layer_keeps_hooks_and_attributes(x):
     new = tbbn.convert(layer)
     assert new(x).shape == x.shape and type(new) is tbbn.TaskBalancedBatchNorm2d
     assert forward.heard == [new] and new.note == "keep" and new.num_features == 4
+
+
+@pytest.mark.parametrize("given", ["any", 2])
+@pytest.mark.parametrize("rows", [11, 13, 25])
+def test_rows_that_are_no_multiple_of_the_samples_are_refused_by_their_numbers(given, rows):
+    layer = tbbn.convert(nn.BatchNorm1d(4))
+    with (
+        tbbn.balance(layer, **EIGHT, rows_per_sample=given),
+        pytest.raises(UserError, match=rf"the layout covers 8 \+ 4 = 12 rows but the input has {rows};"),
+    ):
+        layer(torch.randn(rows, 4))
+    with tbbn.balance(layer, **EIGHT, rows_per_sample=given):
+        assert layer(torch.randn(12, 4)).shape == (12, 4)
