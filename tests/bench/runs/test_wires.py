@@ -15,6 +15,7 @@ from tbbn.bench.runs import retrain
 from tbbn.bench.runs.record import load_predictions, load_record, save_record
 from tbbn.bench.runs.saved import run_saved
 from tbbn.bench.runs.states import same_place
+from tbbn.bench.runs.trained import trained
 from tbbn.bench.runs.verify import verify
 
 
@@ -74,3 +75,14 @@ def test_predictions_of_each_task_are_stored_under_its_number() -> None:
     assert [len(p) for p in record.predictions.values()] == [10, 20, 30]
     assert all(int(p.max()) < 2 * t + 2 for t, p in enumerate(record.predictions.values()))
     assert {p.dtype for p in record.predictions.values()} == {torch.int16}
+
+
+def test_a_trained_network_saves_its_weights_alone_and_its_statistics_of_the_data_move_with_it() -> None:
+    run = finish(tiny(data__stop_after=1, train__epochs=1))
+    found = trained(run.record, run.network)
+    assert {name.partition(".")[0] for name in found.state_dict()} == {"network"}
+    assert found.mean.tolist() == pytest.approx(list(run.source.mean))
+    assert found.std.tolist() == pytest.approx(list(run.source.std))
+    moved = found.to("meta")
+    assert {t.device.type for t in (moved.mean, moved.std, *moved.parameters())} == {"meta"}
+    assert not any(p.requires_grad for p in found.parameters()) and not found.training
