@@ -48,8 +48,8 @@ AREAS = {  # where the code is, below the package; its tests are in the folder o
     "runs": ["bench/runs", "bench/files.py"],
     "report": ["bench/metrics.py", "bench/report"],
 }
-LEFT_OUT = ("/fuzz/", "/stateful/", "_examples.", "_dist.")  # slow or random, and others see the same code
-LATE = ("accelerators", "/cli/", "_compile.", "_docs.", "_export.", "_speed.")  # slow: for mutants that survived others
+LEFT_OUT = ("/stateful/", "_examples.", "_dist.")  # slow or random, and others see the same code
+LATE = ("accelerators", "/cli/", "/fuzz/", "_compile.", "_docs.", "_export.", "_speed.")  # slow: for those that survive
 PRELOADED = (
     "torch._dynamo", "torch.onnx", "numpy", "sklearn.datasets", "safetensors.torch", "matplotlib.pyplot", "pytest",
     "xdist.plugin", "pygments.lexers.python", "hypothesis.strategies", "hypothesis.internal.conjecture.engine",
