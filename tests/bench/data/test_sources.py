@@ -254,6 +254,9 @@ def test_wrong_names_and_sizes_are_one_line(tmp_path: Path) -> None:
         load("digits+nothing", tmp_path)
     with pytest.raises(UserError, match="digits: size must be a positive number of pixels, got 0"):
         load("digits", size=0)
+    for name, root in (("folder:a\0b", "data"), ("digits", "a\0")):
+        with pytest.raises(UserError, match="a path cannot contain NUL"):
+            load(name, root)
     assert bundled.digits().train.images.shape[1] == 1
 
 

@@ -228,6 +228,21 @@ def test_the_balanced_phase_has_no_more_of_a_new_class_than_of_an_old_one(traine
         assert set(Counter(labels[old].tolist()).values()) == {12 // (2 * task)}
 
 
+def test_one_exemplar_a_class_leaves_one_of_each_new_class_in_the_balanced_phase(trained: list[Trained]) -> None:
+    short = {"method__balanced_epochs": 1, "train__epochs": 1, "data__stop_after": 2}
+    run = finish(tiny(method__name="eeil", memory__budget=1, memory__per_class=True, **short))
+    mine = [s for s in trained if s.loss == "balanced_loss"]
+    rows = torch.cat([s.index for s in mine]).unique()
+    assert Counter(run.scenario.train_labels[rows].tolist()) == dict.fromkeys(range(4), 1)
+
+
+def test_a_small_share_still_holds_out_one_row_of_each_class(trained: list[Trained]) -> None:
+    short = {"method__correction_epochs": 1, "train__epochs": 1, "data__stop_after": 2}
+    run = finish(tiny(method__name="bic", method__held_out=0.01, **short))
+    rows = torch.cat([s.index for s in trained if s.loss == "correction_loss"]).unique()
+    assert Counter(run.scenario.train_labels[rows].tolist()) == dict.fromkeys(range(4), 1)
+
+
 def test_a_phase_on_exemplars_has_new_classes_among_them(trained: list[Trained]) -> None:
     run = finish(tiny(method__name="podnet", method__finetune_epochs=2))
     for task in (1, 2):
