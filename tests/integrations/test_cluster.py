@@ -98,6 +98,15 @@ def test_finished_runs_are_not_sent_out_again(tmp_path: Path) -> None:
     assert ended == [0, 1, 2]
 
 
+@pytest.mark.parametrize("gpus", [0, 2, None])
+def test_a_finished_sweep_asks_nothing_of_the_cluster(gpus: int | None, tmp_path: Path) -> None:
+    runs = pending(tmp_path)
+    run_all(runs)
+    cluster = Here(gpus=gpus)
+    assert [record.status for record in run_on(cluster, runs, lanes=None)] == ["finished"] * 3
+    assert cluster.packs == [] and not (tmp_path / BOARD).exists()
+
+
 @pytest.mark.parametrize("after_work", [False, True], ids=["before", "after"])
 def test_a_pack_whose_worker_is_lost_goes_out_again(after_work: bool, tmp_path: Path) -> None:
     cluster = Here(lose=2, after_work=after_work)

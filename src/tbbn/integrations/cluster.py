@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -212,13 +212,16 @@ def run_on(
     for run, record in done.items():
         if on_end is not None:
             on_end(run, record)
-    with ExitStack() as stack:
-        if recipe and len(runs) > 1:
-            stack.enter_context(recipe_on_disk(recipe, runs))
-        driver = _Driver(cluster, runs, [run for run in runs if run not in done], lanes, workers, log)
-        stack.callback(driver.close)
-        driver.drive(on_start, on_event, on_end, stop)
-    records = [done[run] if run in done else driver.record(run) for run in runs]
+    todo = [run for run in runs if run not in done]
+    with recipe_on_disk(recipe, runs) if recipe and len(runs) > 1 else nullcontext():
+        if todo:
+            driver = _Driver(cluster, runs, todo, lanes, workers, log)
+            try:
+                driver.drive(on_start, on_event, on_end, stop)
+            finally:
+                driver.close()
+            done |= {run: driver.record(run) for run in todo}
+    records = [done[run] for run in runs]
     if stop is not None and stop() and any(record.status == "interrupted" for record in records):
         raise KeyboardInterrupt
     return records
