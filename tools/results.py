@@ -34,6 +34,7 @@ EXPERIMENTS = {  # by name: title, where the records are
 DRIFT = "results/cifar100-ft-last-drift.json"  # tbbn drift --images 200 --json of the same networks, by --view
 SLOTS = "results/cifar100-ft-last-slots.json"  # tbbn slots --json of the networks of "last", which are not kept here
 OTHER_NORMS = "results/cifar100-table1"  # Table 1 without its pair of batch norm and TBBN, which is above
+UNFINISHED = "results/cifar100-table1-unfinished"  # runs of it that were interrupted, with their checkpoints
 
 
 def records_in(source: Path) -> list[Any]:
@@ -129,6 +130,11 @@ The other norms of the table, and two that the paper does not have:
 `weighted` gives every task the same weight in one set of statistics, without splits. Seed {weighted.run_config.seed}: A_f {_percent(weighted, "final_accuracy")}, A_a
 {_percent(weighted, "average_accuracy")}; batch norm and TBBN with the same seed: {_same_seed(found["best"], weighted)}.
 
+The runs of the missing norms are not finished ([what they left](../results/cifar100-table1-unfinished), `tbbn resume` goes on). Seed 0, mean
+accuracy over the tasks so far:
+
+{_unfinished(found["best"]).render("md")}
+
 ## The paper's Table 2
 
 {table2.render("md")}
@@ -204,6 +210,19 @@ def _other_norms() -> Table:
     """Table 1 without the two norms that have a table of their own."""
     table = compare(find_tables("table1", "cifar100")[0], records_in(ROOT / OTHER_NORMS), {"precision": "bf16"})
     return replace(table, rows=tuple(row for row in table.rows if row[0] not in ("ft + bn", "ft + tbbn")))
+
+
+def _unfinished(pair: measured.Measured) -> Table:
+    """Mean accuracy after each task of the interrupted runs, beside batch norm and TBBN with the same seed."""
+    records = records_in(ROOT / UNFINISHED)
+    ((seed, n_tasks),) = {(r.run_config.seed, r.run_config.data.tasks) for r in records}
+    known = {norm: pair.runs["ft", norm, seed] for norm in ("bn", "tbbn")}
+    runs = {**known, **{r.run_config.label.removeprefix("ft + "): r.accuracy for r in records}}
+    rows = [
+        (norm, *(f"{100 * fmean(row):.1f}" for row in accuracy), *["-"] * (n_tasks - len(accuracy)))
+        for norm, accuracy in runs.items()
+    ]
+    return Table(("norm", *(f"task {t + 1}" for t in range(n_tasks))), tuple(rows))
 
 
 def _best_kept() -> list[Any]:
