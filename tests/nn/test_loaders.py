@@ -194,6 +194,20 @@ def test_it_resumes_in_the_middle_of_an_epoch(done):
     assert rows_of(second) == wanted[max(0, done - 2) : len(whole)]
 
 
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (3, 2)])
+def test_the_order_of_a_seed_and_an_epoch_stays_what_it_is(seed, epoch):
+    """A trained batch must be found again with a later version."""
+    sampler = tbbn.ReplayBatchSampler(7, 5, current=3, memory=2, seed=seed)
+    sampler.set_epoch(epoch)
+    batches = list(sampler)
+    number = 2 * (1_000_003 * seed + epoch)  # even numbers seed the current rows, odd ones the memory's
+    for kind, (rows, first, wanted) in enumerate(((7, 0, 3), (5, 7, 2))):
+        generator = torch.Generator().manual_seed(number + kind)
+        passes = torch.cat([torch.randperm(rows, generator=generator) for _ in range(3)]) + first
+        drawn = [row for batch in batches for row in (batch[3:] if kind else batch[:3])]
+        assert drawn == passes[: wanted * len(batches)].tolist()
+
+
 def test_datasets_of_any_kind_through_a_loader():
     task, memory = TensorDataset(torch.arange(40)), TensorDataset(torch.arange(1000, 1010))
     sampler = tbbn.ReplayBatchSampler(task, memory, current=6, memory=2, length="current")

@@ -60,6 +60,18 @@ def test_a_run_that_failed_before_it_began_has_no_problem(tmp_path: Path) -> Non
     assert (tmp_path / "record.json").exists() and problems(tmp_path) == {}
 
 
+@pytest.mark.parametrize("events", [1, 4, 6, 8])
+def test_a_run_stopped_at_any_event_of_its_first_task_has_no_problem(events: int, tmp_path: Path) -> None:
+    asked = iter(range(10**6))
+    record = run_saved(tiny(), tmp_path, stop=lambda: next(asked) == events - 1)
+    assert record.status == "interrupted" and not record.accuracy
+    assert problems(tmp_path) == {}
+    found, _ = checkpoint.read(tmp_path / checkpoint.NEWEST)
+    # Three batches of 8 of the 24 images make an epoch: its three steps, and its end.
+    assert found["position"] == {"task": 0, "phase": 0, "epoch": events // 4, "step": events % 4}
+    assert len(record.history) == events // 4
+
+
 def rewritten(directory: Path, **values: object) -> None:
     """Change values of a record, with a matching checksum."""
     file = directory / "record.json"
