@@ -169,6 +169,20 @@ def test_second_derivatives_are_those_of_the_reference(device):
 
 
 @on_device
+@pytest.mark.parametrize("rows", [1, 4])
+def test_second_derivatives_without_a_plan_are_those_of_batch_norm(device, rows):
+    x, weight, bias, g = draw((rows, 3, 4, 4), device)
+
+    def penalty(y: Tensor, x: Tensor) -> Tensor:
+        (dx,) = torch.autograd.grad(y, x, g.to(y.dtype), create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), x)[0]
+
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    want = penalty(F.batch_norm(exact[0], None, None, *exact[1:], training=True, eps=EPS), exact[0])
+    assert apart(penalty(triton_norm(x, weight, bias, None), x), want) < 1e-4
+
+
+@on_device
 def test_updating_the_running_statistics_is_seen_by_autograd(device):
     x, weight, bias, _ = draw((8, 3, 2, 2), device)
     running = buffers(3, device)

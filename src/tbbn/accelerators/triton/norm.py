@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tbbn.accelerators.eager import activate, reference_gradients
 from tbbn.accelerators.triton import norm_forward, norm_launch
-from tbbn.nn.plan import Plan
+from tbbn.nn.plan import Plan, one_group
 
 _MAX_ROWS = 4096
 _MAX_PIXELS = 2**22  # beyond this a grid would have too many programs along an axis
@@ -89,8 +89,7 @@ def _train(
 @cache
 def whole_batch(rows: int, device: torch.device) -> Plan:
     """Batch norm as a plan: one group of all rows. Never freed: a CUDA graph may still read it."""
-    one, ones = torch.ones(1, dtype=torch.float64, device="cpu"), torch.ones(rows, 1, dtype=torch.float64, device="cpu")
-    return Plan(rows, ones.view(1, rows) / rows, ones, one, rows * one, one.long()).to(device, torch.float32)
+    return one_group(rows).to(device, torch.float32)
 
 
 class _TritonNorm(torch.autograd.Function):
