@@ -254,3 +254,34 @@ def test_torchvision_never_unpickles_what_was_downloaded(
     with pytest.raises(UserError, match=r"data_batch_1: refused: it asks for \S+\.mkdir"):
         load("cifar10", tmp_path / "data")
     assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
+def test_folders_of_an_archive_are_made_for_their_files_and_other_folders_left(kind: str, tmp_path: Path) -> None:
+    archive = tmp_path / f"a.{kind}"
+    contents = {
+        "./": b"",
+        "a/": b"",
+        "a/one": b"1",
+        "a/sub/": b"",
+        "a/sub/two": b"22",
+        "a/empty/": b"",
+        "b/three": b"3",
+    }
+    if kind == "zip":
+        modes = {name: stat.S_IFDIR | 0o755 for name in contents if name.endswith("/")}
+        zipped(archive, contents, modes)
+    else:
+        members: dict[str, bytes | tarfile.TarInfo] = dict(contents)
+        for name in (name for name in contents if name.endswith("/")):
+            members[name] = tarfile.TarInfo(name.rstrip("/"))
+            members[name].type = tarfile.DIRTYPE  # type: ignore[union-attr]
+        tar(archive, members, "w" if kind == "tar" else "w:gz")
+    archives.unpack(archive, tmp_path, "a", ["a/one", "a/sub/two"])
+    unpacked = {
+        str(p.relative_to(tmp_path)): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p != archive
+    }
+    assert unpacked == {"a/one": b"1", "a/sub/two": b"22"} and sorted(p.name for p in tmp_path.iterdir()) == [
+        "a",
+        archive.name,
+    ]

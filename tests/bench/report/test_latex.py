@@ -108,3 +108,11 @@ def test_the_tables_compile(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout[-2000:]
     assert "passwd" not in "".join(re.findall(r"\(([^()\s]+)", done.stdout)), "no file was read"
+
+
+def test_accents_of_latin_1_are_letters_and_all_other_signs_are_spelt_out() -> None:
+    assert escape("àÉñüÿÅ") == "àÉñüÿÅ"
+    # No letter with an accent, one of another font, a fraction, a space of its own width.
+    assert [escape(sign) for sign in "ßøő½²汉\u00a0"] == [
+        "U+00DF", "U+00F8", "U+0151", "U+00BD", "U+00B2", "U+6C49", "U+00A0",
+    ]  # fmt: skip
