@@ -19,8 +19,8 @@ native: $(READY)
 test: lint types unit
 
 lint: $(READY)
-	$(BIN)/ruff check src tests examples benchmarks tools tools
-	$(BIN)/ruff format --check src tests examples benchmarks tools tools
+	$(BIN)/ruff check src tests examples benchmarks tools
+	$(BIN)/ruff format --check src tests examples benchmarks tools
 
 types: $(READY)
 	$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""Make ``src/tbbn/paper/measured.json``, ``docs/results.md`` and README's table from the records in ``results/``.
+"""Make ``src/tbbn/paper/measured.json``, ``docs/results.md`` and the tables of README and docs/speed.md from ``results/``.
 
 python tools/results.py            # write them
 python tools/results.py --check    # exit code 1 if they are not current
@@ -24,6 +24,7 @@ from tbbn.paper.published import compare, find_tables
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGE, README = ROOT / "src/tbbn/paper/measured.json", ROOT / "docs/results.md", ROOT / "README.md"
+SPEED = ROOT / "docs/speed.md"
 BEGIN, END = "<!-- made by make results -->", "<!-- end -->"
 EXPERIMENTS = {  # by name: title, where the records are
     "best": ("paper, best epoch", "results/cifar100-ft.json"),
@@ -34,6 +35,10 @@ EXPERIMENTS = {  # by name: title, where the records are
 DRIFT = "results/cifar100-ft-last-drift.json"  # tbbn drift --images 200 --json of the same networks, by --view
 SLOTS = "results/cifar100-ft-last-slots.json"  # tbbn slots --json of the networks of "last", which are not kept here
 OTHER_NORMS = "results/cifar100-table1"  # Table 1 without its pair of batch norm and TBBN, which is above
+OWN_LOOP = "results/own_loop-h200.json"  # benchmarks/own_loop.py, by lease: each has another machine of the same kind
+# What a loop of one's own may cost. Where it waits for Python alone, a norm written in Python may cost more.
+TARGETS = {"eager": 1.10, "autocast": 1.10, "compile": 1.05, "reduce-overhead": 1.02}
+HOST_BOUND = {"resnet18@32": 1.25}
 UNFINISHED = "results/cifar100-table1-unfinished"  # runs of it that were interrupted, with their checkpoints
 
 
@@ -162,8 +167,43 @@ def readme() -> str:
     """The README with its table of results made anew."""
     found = measured.measured()
     shown = {name: found[name] for name in ("last", "best", "clean")}
-    before, _, rest = README.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}\n{measured.gains(shown).render('md')}\n{END}{rest.partition(END)[2]}"
+    return _with_table(README, measured.gains(shown))
+
+
+def speed() -> str:
+    """The page on speed with its table of loops made anew."""
+    return _with_table(SPEED, own_loop())
+
+
+def _with_table(page: Path, table: Table) -> str:
+    before, _, rest = page.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n{table.render('md')}\n{END}{rest.partition(END)[2]}"
+
+
+def own_loop() -> Table:
+    """Times of the first lease that has a network and a mode, ratios of all of them."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for lease in json.loads((ROOT / OWN_LOOP).read_text())["leases"]:
+        for row in lease["rows"]:
+            found.setdefault((row["network"], row["mode"]), []).append(row)
+    rows = []
+    for (network, mode), times in sorted(found.items(), key=lambda item: (item[0][0], list(TARGETS).index(item[0][1]))):
+        first, (name, _, side) = times[0], network.partition("@")
+        target = HOST_BOUND.get(network, 0) if mode in ("eager", "autocast") else 0
+        rows.append(
+            (
+                f"{name}, {side}x{side}",
+                {"autocast": "autocast, channels last", "compile": "torch.compile"}.get(mode, mode),
+                f"{first['bn ms']:.1f}",
+                f"{first['tbbn ms']:.1f}",
+                ", ".join(f"{row['ratio']:.2f}" for row in times),
+                f"{target or TARGETS[mode]:.2f}",
+                f"{first['bn launches']} : {first['tbbn launches']}",
+                ", ".join(f"{row['peak ratio']:.3f}" for row in times if "peak ratio" in row) or "-",
+            )
+        )
+    header = ("network, input", "mode", "batch norm ms", "TBBN ms", "ratio", "target", "launches", "peak memory")
+    return Table(header, tuple(rows))
 
 
 def _all_records() -> list[Any]:
@@ -262,7 +302,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     code = 0
-    for path, make in ((DATA, data), (PAGE, page), (README, readme)):
+    for path, make in ((DATA, data), (PAGE, page), (README, readme), (SPEED, speed)):
         text = make()
         if check:
             if not path.exists() or path.read_text() != text:
