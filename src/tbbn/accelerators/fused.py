@@ -5,6 +5,7 @@ On a CPU, and wherever the kernels cannot take the inputs, each function here is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
@@ -111,7 +112,14 @@ def _compiled_normaliser(kind: Any, options: str, shape: torch.Size) -> Callable
     own = FunctionType(
         plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
     )
-    return torch.compile(own, dynamic=False)
+    compiled = torch.compile(own, dynamic=False)
+
+    def call(*given: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's advice, which is not for the user of a norm
+            return compiled(*given)
+
+    return call
 
 
 def _eval_act(norm: nn.BatchNorm2d | PlannedNorm, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
