@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from commandline import Capture, mistake
 
+from tbbn.bench.cli import reproduce
+from tbbn.bench.cli.common import EXIT_DIVERGED, EXIT_FAILED
 from tbbn.bench.cli.main import main
 
 TINY = (
@@ -46,6 +48,13 @@ def test_one_run_lies_where_it_would_lie_among_others(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert main(("reproduce", "table1", *TINY, "--norm", "bn", "--seeds", "0,", "--train.epochs", "1")) == 0
     assert [file.parent.name for file in Path("runs").rglob("record.json")] == ["ft-bn-0"]
+
+
+def test_a_failure_in_one_table_is_in_the_exit_code_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter((0, EXIT_FAILED, EXIT_DIVERGED, 0))
+    monkeypatch.setattr(reproduce, "train", lambda *args, **settings: (next(codes), []))
+    assert main(("reproduce", "table3", "--quiet", "--out", str(tmp_path))) == EXIT_FAILED
+    assert list(codes) == [], "the other tables are still made"
 
 
 def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
