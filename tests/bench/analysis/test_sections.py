@@ -10,6 +10,7 @@ from records import record
 from tbbn.bench.analysis import sections
 from tbbn.bench.analysis.drift import LayerDrift
 from tbbn.bench.analysis.sections import drift_section, shares_section
+from tbbn.bench.report.page import html, page
 from tbbn.errors import UserError
 
 TWO = [[0.9], [0.5, 0.7]]
@@ -48,3 +49,16 @@ def test_the_drift_is_a_mean_over_seeds_and_layers(monkeypatch: pytest.MonkeyPat
     (panel,) = section.panels
     (line,) = panel.figure().axes[0].lines
     assert list(line.get_ydata()) == pytest.approx([0.6, 0.8])
+
+
+def test_a_page_says_why_no_drift_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def network(folder: Path) -> str:
+        raise UserError(f"{folder}: is not saved.")
+
+    monkeypatch.setattr(sections, "run_after", network)
+    runs = {Path(f"bn-{seed}"): record(TWO, seed=seed) for seed in (0, 1)}
+    shown = page(runs, before_cost=[drift_section(runs, 7)])
+    (section,) = (section for section in shown.sections if section.name == "drift")
+    assert section.line.endswith("Not measured: 2 runs (bn-0: is not saved).")
+    assert "gain" not in {section.name for section in shown.sections}, "a line alone does not make a section"
+    assert section.line in html(shown)

@@ -58,7 +58,7 @@ def drift_section(runs: Mapping[Path, Record], images: int) -> Section:
     for block in blocks([group for group, _ in measured]):
         curves = [(group, found) for group, found in measured if group in block]
         panels.append(Panel(block[0].setup, partial(_draw, curves=curves, look=look)))
-    return Section("drift", "Drift of running statistics", line, (_table(measured),), tuple(panels))
+    return Section("drift", "Drift of running statistics", line, (_table(measured),), tuple(panels), asked=True)
 
 
 def _table(measured: Sequence[tuple[Group, Sequence[Layers]]]) -> Table:

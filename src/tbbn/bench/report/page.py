@@ -36,6 +36,7 @@ class Section:
     tables: tuple[Table, ...] = ()
     panels: tuple[Panel, ...] = ()
     folded: tuple[Table, ...] = ()  # tables that the reader unfolds
+    asked: bool = False  # shown even where it has its line alone
 
     @property
     def all_tables(self) -> list[Table]:
@@ -87,7 +88,8 @@ def page(
         Section("runs", "Runs", "", (_runs_table(runs),)),
     ]  # fmt: skip
     title = ", ".join(dict.fromkeys(group.config.data.name for group in found))
-    return Page(printable(title), len(runs), [section for section in made if section.panels or section.all_tables])
+    shown = [section for section in made if section.asked or section.panels or section.all_tables]
+    return Page(printable(title), len(runs), shown)
 
 
 def _runs_table(runs: Runs) -> Table:
