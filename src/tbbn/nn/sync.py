@@ -153,7 +153,9 @@ def synchronised(
         return y.squeeze(2), mean, var, plan
     with torch.no_grad():
         mean, var, plan = _moments(x, plan)
-    return _Normalise.apply(x, weight, bias, mean, var, plan, eps), mean, var, plan
+    # Its tensors, not the plan: torch 2.9 would compile in the numbers of the plan, such as its rows, and again for every count.
+    parts = (plan.gather, plan.scatter, plan.running, plan.blend)
+    return _Normalise.apply(x, weight, bias, mean, var, *parts, plan.group, eps), mean, var, plan
 
 
 def _moments(x: Tensor, plan: RankPlan) -> tuple[Tensor, Tensor, RankPlan]:
@@ -200,44 +202,46 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         var: Tensor,
-        plan: RankPlan,
+        gather: Tensor,
+        scatter: Tensor,
+        running: Tensor,
+        blend: Tensor | None,
+        group: Any,
         eps: float,
     ) -> Tensor:
         _, shape = _geometry(x)
-        centre = product(plan.running[None], mean)[0]  # as in the reference, for the digits
+        centre = product(running[None], mean)[0]  # as in the reference, for the digits
         mean = mean - centre
-        used_mean, used_var = (
-            (mean, var) if plan.blend is None else (product(plan.blend, mean), product(plan.blend, var))
-        )
+        used_mean, used_var = (mean, var) if blend is None else (product(blend, mean), product(blend, var))
         inv = (used_var + eps).rsqrt()
         scale = inv if weight is None else inv * weight.to(inv.dtype)
-        factor, offset = product(plan.scatter, scale), -product(plan.scatter, used_mean * scale)  # (B, C)
+        factor, offset = product(scatter, scale), -product(scatter, used_mean * scale)  # (B, C)
         if bias is not None:
             offset = offset + bias.to(inv.dtype)
         y = (x.to(inv.dtype) - centre.view(1, *shape[1:])) * factor.view(shape) + offset.view(shape)
-        ctx.save_for_backward(x, weight, bias, mean, used_mean, inv, scale, centre)
-        ctx.plan = plan
+        ctx.save_for_backward(x, weight, bias, mean, used_mean, inv, scale, centre, gather, scatter, blend)
+        ctx.group = group
         return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, group_mean, mean, inv, scale, centre = ctx.saved_tensors
-        plan, dims, shape = ctx.plan, *_geometry(x)
+        x, weight, bias, group_mean, mean, inv, scale, centre, gather, scatter, blend = ctx.saved_tensors
+        dims, shape = _geometry(x)
         rows, g = x.to(inv.dtype) - centre.view(1, *shape[1:]), grad.to(inv.dtype)
-        sum_g = product(plan.scatter.t(), g.sum(dims))  # (r, C)
-        spread = (product(plan.scatter.t(), (g * rows).sum(dims)) - mean * sum_g) * inv  # sums of g * normalised x
+        sum_g = product(scatter.t(), g.sum(dims))  # (r, C)
+        spread = (product(scatter.t(), (g * rows).sum(dims)) - mean * sum_g) * inv  # sums of g * normalised x
         grad_weight = spread.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = sum_g.sum(0).to(bias.dtype) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
-            return None, grad_weight, grad_bias, None, None, None, None
+            return None, grad_weight, grad_bias, *[None] * 8
         sums = torch.stack([sum_g, spread])
-        dist.all_reduce(sums, group=plan.group)
+        dist.all_reduce(sums, group=ctx.group)
         level, slope = sums[0] * scale, sums[1] * inv * scale  # minus the gradients of mean and, doubled, of variance
-        if plan.blend is not None:
-            level, slope = product(plan.blend.t(), level), product(plan.blend.t(), slope)
+        if blend is not None:
+            level, slope = product(blend.t(), level), product(blend.t(), slope)
         level = level - slope * group_mean
-        back = plan.gather.t() / x.shape[2:].numel()
-        level, slope, factor = product(back, level), product(back, slope), product(plan.scatter, scale)  # (B, C)
+        back = gather.t() / x.shape[2:].numel()
+        level, slope, factor = product(back, level), product(back, slope), product(scatter, scale)  # (B, C)
         dx = g * factor.view(shape) - rows * slope.view(shape) - level.view(shape)
-        return dx.to(x.dtype), grad_weight, grad_bias, None, None, None, None
+        return dx.to(x.dtype), grad_weight, grad_bias, *[None] * 8
