@@ -52,6 +52,12 @@ def test_the_choice_of_epoch(runs: Path, tmp_path: Path, capsys: Capture) -> Non
     assert [(e["task"], e["epoch"]) for e in entry["epochs"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert main((*words, "--from", str(runs / "ft-bn-0"))) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[1:] == ["1", "1", "1"]  # one epoch a task
+    assert main((*words, "--from", str(runs / "ft-bn-0"), "--json")) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["directory"], entry["run"], entry["seed"]) == (str(runs / "ft-bn-0"), "ft + bn", 0)
+    assert entry["kept"] == [{"task": task, "phase": "train", "epoch": 0} for task in range(2)]
+    said = mistake(capsys, *words, "--from", str(runs / "ft-bn-0"), "--plot", str(tmp_path / "other.png"))
+    assert "--plot draws the score of every epoch, which saved runs do not have; leave --from out" in said
     assert "data.validation is 0" in mistake(capsys, "epochs", *TINY, "--quiet")
 
 

@@ -7,7 +7,7 @@ next task starts from the epoch that the run's own setting, ``train.keep``, keep
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -58,9 +58,6 @@ class EpochScore:
     @property
     def mean(self) -> float:
         return fmean(self.accuracy)
-
-    def tree(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def score_epochs(config: RunConfig, on_event: Callable[[Event], None] | None = None) -> list[EpochScore]:
@@ -149,6 +146,16 @@ def kept_table(records: Mapping[str, Record]) -> Table:
     padded = [(*row[:-1], *("-",) * (tasks + 2 - len(row)), row[-1]) for row in rows]
     notes = ("The epoch that was kept in the first phase of each task, and how many there were.",)
     return Table(("run", *(f"task {task + 1}" for task in range(tasks)), "of"), tuple(padded), notes)
+
+
+def kept_json(records: Mapping[str, Record]) -> list[dict[str, Any]]:
+    """The epoch that each run kept in every phase, from its history; all numbers from 0."""
+    entries = []
+    for name, record in records.items():
+        config = record.run_config
+        kept = [{"task": t, "phase": phase, "epoch": epoch} for (t, phase), epoch in record.kept_epochs().items()]
+        entries.append({"directory": name, "run": config.label, "seed": config.seed, "kept": kept})
+    return entries
 
 
 def _percent(values: Sequence[float]) -> str:

@@ -51,7 +51,7 @@ def add(command: Command) -> None:
         made.add_argument("--format", default="text", help="text, md, csv or latex (default: text)")
     for made, what in ((drift, "drift of every layer"), (epochs, "score of every epoch")):
         made.add_argument("--plot", metavar="FILE.png", help=f"also draw the {what}")
-    for made, what in ((drift, "drift of every layer"), (slots, "counts"), (epochs, "score of every epoch")):
+    for made, what in ((drift, "drift of every layer"), (slots, "counts"), (epochs, "epochs")):
         made.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
 
 
@@ -119,15 +119,17 @@ def _slots(args: argparse.Namespace) -> int:
 
 
 def _epochs(args: argparse.Namespace) -> int:
-    from tbbn.bench.analysis.epochs import kept_table, rules_table, score_epochs
+    from tbbn.bench.analysis.epochs import kept_json, kept_table, rules_table, score_epochs
     from tbbn.bench.analysis.figures import epochs_figure
     from tbbn.bench.progress import run_progress
     from tbbn.bench.runs.pending import PendingRun
     from tbbn.bench.runs.record import load_record
 
     if args.records:
+        if args.plot:
+            raise UserError("--plot draws the score of every epoch, which saved runs do not have; leave --from out.")
         kept = {str(folder): load_record(folder) for folder in run_folders(args.records)}
-        print(kept_table(kept).render(args.format))
+        print(json.dumps(kept_json(kept), indent=1) if args.json else kept_table(kept).render(args.format))
         return 0
     runs = [PendingRun(config, Path(f"{config.label}-{config.seed}")) for config in _configs(args)]
     scores: dict[str, list[list[EpochScore]]] = {}
@@ -137,7 +139,7 @@ def _epochs(args: argparse.Namespace) -> int:
             progress.start(run)
             found = score_epochs(run.config, on_event=lambda event, run=run: progress.event(run, event))  # type: ignore[misc]
             scores.setdefault(run.config.label, []).append(found)
-            entries.append({"run": run.config.label, "seed": run.config.seed, "epochs": [s.tree() for s in found]})
+            entries.append({"run": run.config.label, "seed": run.config.seed, "epochs": list(map(asdict, found))})
     first = runs[0].config.label
     picture = epochs_figure(first, scores[first][0], args.plot) if args.plot else None
     print(json.dumps(entries, indent=1) if args.json else rules_table(scores).render(args.format))
