@@ -42,6 +42,22 @@ def test_options_that_do_not_fit(
     assert said in mistake(capsys, *words, "--engine", "ray", *more)
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--workers", "2"), "--workers is for --engine ray or slurm, and the engine is local"),
+        (("--address", "auto"), "--address is for --engine ray, and the engine is local"),
+        (("--job", "partition=gpu"), "--job is for --engine slurm, and the engine is local"),
+        (("--engine", "ray", "--job", "partition=gpu"), "--job is for --engine slurm, and the engine is ray"),
+        (("--engine", "slurm", "--address", "auto"), "--address is for --engine ray, and the engine is slurm"),
+    ],
+)
+def test_options_of_another_engine(
+    more: tuple[str, ...], said: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in mistake(capsys, *words, *more)
+
+
 def test_job_options() -> None:
     from tbbn.errors import UserError
 

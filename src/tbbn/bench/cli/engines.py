@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tbbn.bench.runs.pending import PendingRun
 
 _PACKAGES = {"ray": "ray", "slurm": "submitit"}  # what an engine imports
+_FOR = {"address": ("ray",), "workers": ("ray", "slurm"), "job": ("slurm",)}  # the engines that an option is for
 
 
 def add_engine_options(command: argparse.ArgumentParser) -> None:
@@ -35,7 +36,13 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
 def engine(
     args: argparse.Namespace, runs: Sequence[PendingRun], overwrite: bool
 ) -> Iterator[Callable[..., list[Record]]]:
-    """What does the runs: :func:`tbbn.bench.runs.sweep.run_all`, or the same on a cluster for the length of a block."""
+    """The function that does runs: :func:`tbbn.bench.runs.sweep.run_all`, or one that sends them to a cluster.
+
+    The connection to the cluster lasts as long as the block.
+    """
+    for option, engines in _FOR.items():
+        if getattr(args, option) not in (None, []) and args.engine not in engines:
+            raise UserError(f"--{option} is for --engine {' or '.join(engines)}, and the engine is {args.engine}.")
     if args.engine == "local":
         from tbbn.bench.runs.sweep import run_all
 
