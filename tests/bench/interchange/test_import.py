@@ -179,3 +179,21 @@ def test_what_cannot_be_imported_is_one_line(words: str, line: str, capsys: Capt
     before = sorted(Path().iterdir())
     assert re.search(line, mistake(capsys, "import", *words.split()))
     assert sorted(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"lrate": "fast"}, r"PyCIL's lrate must be a number, got \"fast\"\.$"),
+        ({"init_weight_decay": None}, r"PyCIL's init_weight_decay must be a number, got null\.$"),
+        ({"seed": []}, r"PyCIL's seed must be a whole number or a list of them, got \[\]\.$"),
+        ({"seed": [1, "x"]}, r"PyCIL's seed must be a whole number or a list of them, got \[1, \"x\"\]\.$"),
+        ({"model_name": []}, r"PyCIL's model '\[\]' has no counterpart here"),
+        ({"milestones": [float("inf")]}, r"config\.json: a value has the wrong type \(cannot convert float infinity"),
+        ({"increment": 0}, r"config\.json: a value has the wrong type \(integer division or modulo by zero\)\.$"),
+        ({"dataset": {}}, r"config\.json: a value has the wrong type \(unhashable type"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_one_line(changes: dict[str, Any], line: str, capsys: Capture) -> None:
+    Path("config.json").write_text(json.dumps({**PYCIL, **changes}))
+    assert re.search(line, mistake(capsys, "import", "pycil", "config.json"))

@@ -54,7 +54,7 @@ def import_pycil(file: Path) -> Imported:
     if not isinstance(config, dict) or "model_name" not in config:
         raise UserError(f"{file}: not a config of PyCIL; it must have a model_name.")
     model = config["model_name"]
-    if model not in METHODS:
+    if not isinstance(model, str) or model not in METHODS:
         raise no_counterpart("PyCIL's model", str(model), METHODS)
     values = {**IN_THE_CODE[model], **config}
     found = Imported()
@@ -68,9 +68,11 @@ def import_pycil(file: Path) -> Imported:
         _data(found, values, shown)
         _memory(found, model, values, shown)
         _training(found, model, values, shown)
+    except UserError:
+        raise
     except KeyError as error:
         raise UserError(f"{file}: {error.args[0]!r} is missing, which PyCIL needs.") from None
-    except (TypeError, ZeroDivisionError, AttributeError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UserError(f"{file}: a value has the wrong type ({error}).") from None
     used = {"model_name", "dataset", "init_cls", "increment", "shuffle", "seed", "convnet_type", "memory_size"}
     used |= {"memory_per_class", "fixed_memory", *_FIRST, *_LATER, "epochs", "milestones"}
@@ -99,8 +101,10 @@ def _data(found: Imported, values: Mapping[str, Any], shown: Callable[..., str])
     # numpy's permutation by the seed: the same order as here.
     found.take(shown("shuffle"), data__class_order="seed" if values["shuffle"] else "natural")
     seeds = values["seed"] if isinstance(values["seed"], list) else [values["seed"]]
-    found.take(shown("seed"), seed=int(seeds[0]))
-    found.seeds = [int(seed) for seed in seeds] if len(seeds) > 1 else []
+    if not seeds or not all(isinstance(seed, int) for seed in seeds):
+        raise UserError(f"PyCIL's seed must be a whole number or a list of them, got {json.dumps(values['seed']):.60}.")
+    found.take(shown("seed"), seed=seeds[0])
+    found.seeds = seeds if len(seeds) > 1 else []
     network = values["convnet_type"]
     if network not in NETWORKS:
         found.miss(shown("convnet_type"), "the data set's default network is used; tbbn list backbones shows all")
@@ -129,8 +133,8 @@ def _memory(found: Imported, model: str, values: Mapping[str, Any], shown: Calla
 def _training(found: Imported, model: str, values: Mapping[str, Any], shown: Callable[..., str]) -> None:
     epochs = values["epochs"]
     found.take(shown("epochs"), train__epochs=epochs)
-    found.take(shown("lrate"), train__lr=float(values["lrate"]))
-    found.take(shown("weight_decay"), train__weight_decay=float(values["weight_decay"]))
+    found.take(shown("lrate"), train__lr=_number(values, "lrate"))
+    found.take(shown("weight_decay"), train__weight_decay=_number(values, "weight_decay"))
     found.take(shown("batch_size"), batch__size=values["batch_size"])
     found.take("SGD with momentum 0.9 (in PyCIL's code)", train__momentum=0.9)
     if model == "podnet":
@@ -141,12 +145,19 @@ def _training(found: Imported, model: str, values: Mapping[str, Any], shown: Cal
     if "init_epoch" in values:
         first = values["init_epoch"]
         found.take(shown("init_epoch"), train__first__epochs=first)
-        found.take(shown("init_lr"), train__first__lr=float(values["init_lr"]))
-        found.take(shown("init_weight_decay"), train__first__weight_decay=float(values["init_weight_decay"]))
+        found.take(shown("init_lr"), train__first__lr=_number(values, "init_lr"))
+        found.take(shown("init_weight_decay"), train__first__weight_decay=_number(values, "init_weight_decay"))
         steps = {"train__first__milestones": _fractions(values["init_milestones"], first)}
         found.take(shown("init_milestones", "init_lr_decay"), **steps, train__first__gamma=values["init_lr_decay"])
     if values["dataset"].startswith("cifar"):
         found.take("shifts, flips and brightness (in PyCIL's code)", batch__augment="shift-brightness")
+
+
+def _number(values: Mapping[str, Any], name: str) -> float:
+    value = values[name]
+    if not isinstance(value, int | float):
+        raise UserError(f"PyCIL's {name} must be a number, got {json.dumps(value):.60}.")
+    return float(value)
 
 
 def _fractions(milestones: list[int], epochs: int) -> list[float]:
