@@ -97,6 +97,17 @@ def test_the_card_says_what_a_user_needs(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_onnx")
+def test_the_metrics_of_a_whole_run_are_those_of_the_tables(run: Path, tmp_path: Path) -> None:
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    lines, (a, b, c) = (tmp_path / "out" / "README.md").read_text().splitlines(), load_record(run).accuracy
+    forgotten = (max(a[0], b[0]) - c[0] + b[1] - c[1]) / 3
+    assert "| over the whole run | |" in lines and f"| A_f | {100 * sum(c) / 3:.2f} % |" in lines
+    assert f"| F | {100 * forgotten:.2f} % |" in lines
+    assert "- `F = (1/T) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])`" in lines
+    assert any(line.startswith("- a[t,i]: accuracy on task i") for line in lines)
+
+
+@pytest.mark.usefixtures("no_onnx")
 def test_norms_that_are_not_batch_norm_are_kept(tmp_path: Path) -> None:
     run_saved(tiny(norm__name="gn", data__stop_after=1, train__epochs=1), tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0

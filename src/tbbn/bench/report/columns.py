@@ -24,6 +24,7 @@ SHORT = {
 }
 HEADLINE = ("final_accuracy", "average_accuracy", "forgetting_history", "forgetting", "learning_accuracy")
 WEIGHTED = ("weighted_final_accuracy", "weighted_average_accuracy")
+SYMBOLS = "a[t,i]: accuracy on task i after learning task t, among all classes seen so far."  # of the formulas
 # A metric at the beginning of a column's title: its letter, what stands below the line and what above.
 METRIC = re.compile(r"(A|F)(?:_([a-z]+))?(?:\^([a-z]))?(?=$| )")
 LOWER_IS_BETTER = ("forgetting_history", "forgetting", "forgetting_past")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tbbn.bench.engine.forecast import TaskForecast
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
-from tbbn.bench.report.columns import LOWER_IS_BETTER, SHORT, default_metrics, formulas
+from tbbn.bench.report.columns import LOWER_IS_BETTER, SHORT, SYMBOLS, default_metrics, formulas
 from tbbn.bench.report.groups import Group, blocks, groups
 from tbbn.bench.report.table import SPREAD, Table
 
@@ -88,10 +88,7 @@ def _with_status(
 
 
 def _notes(records: Sequence[Record], found: Sequence[Group], metrics: Sequence[str]) -> list[str]:
-    notes = formulas(metrics)
-    notes.append(
-        "a[t,i]: accuracy on task i after learning task t, among all classes seen so far. ±: standard deviation over seeds."
-    )
+    notes = [*formulas(metrics), f"{SYMBOLS} ±: standard deviation over seeds."]
     repeated = len(records) - sum(len(group.runs) for group in found)
     if repeated:
         notes.append(
