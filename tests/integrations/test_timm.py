@@ -1,12 +1,13 @@
-"""timm's networks: one of every kind of batch norm, and by night all of them."""
+"""timm's networks: one of every source file, and by night all of them."""
 
 import pytest
 import torch
 from package import package
 from torch import nn
-from zoo import LARGE, has_batch_norm, there_and_back, train_a_step
+from zoo import has_batch_norm, is_large, predict, step_on_meta, there_and_back, train_a_step
 
 import tbbn
+from tbbn.errors import UserError
 
 timm = package("timm")
 
@@ -14,25 +15,31 @@ from timm.layers import BatchNormAct2d  # noqa: E402
 from timm.layers.norm_act import convert_sync_batchnorm, freeze_batch_norm_2d  # noqa: E402
 
 
+def family(name):
+    """The source file of a network."""
+    return timm.model_entrypoint(name).__module__.rpartition(".")[2]
+
+
+# The smallest network with batch norm of every source file of timm.
+SMALLEST = """
+halonet_h1 test_byobnet convmixer_768_32 cpubone_nano cs3darknet_focus_s densenet121 dla46x_c dpn48b
+efficientformer_l1 efficientformerv2_s0 test_efficientnet efficientvim_m1 efficientvit_b0 efficientvit_m0
+fasternet_t0 fastvit_t8 ghostnet_050 hardcorenas_b hgnetv2_b0 hrnet_w18_small iformer_t inception_next_atto
+inception_resnet_v2 inception_v3 inception_v4 lcnetv2_small levit_128s lowformer_b0 maxvit_pico_rw_256 lcnet_035
+mobilevit_xxs nasnetalarge nextvit_small pnasnet5large regnetx_002 repghostnet_050 repvit_m1 res2next50 resnest14d
+test_resnet resnetv2_18 rexnet_100 selecsls42 legacy_seresnet18 shvit_s1 skresnet18 starnet_s050 swiftformer_xs
+tiny_vit_5m_224 tresnet_m vgg11_bn visformer_tiny vit_small_resnet50d_s16_224 volo_d1_224 ese_vovnet19b_slim_dw
+legacy_xception xception41p xcit_nano_12_p8_224
+"""
+ALL = timm.list_models()
+ONE_OF_EACH = {family(name): name for name in SMALLEST.split() if name in ALL}  # an older timm has fewer
+
+
 def create(name, size):
     try:
         return timm.create_model(name, num_classes=4, img_size=size)
     except TypeError:  # any size
         return timm.create_model(name, num_classes=4)
-
-
-# Two of its kinds of batch norm, squeeze and excitation, activation first, dense, grouped, depthwise.
-@pytest.mark.parametrize(
-    "name", ["resnet10t", "efficientnet_lite0", "mobilenetv3_small_050", "regnetx_002", "resnetv2_50", "semnasnet_075"]
-)
-def test_a_network_trains_and_comes_back(name):
-    torch.manual_seed(0)
-    train_a_step(create(name, 64), torch.randn(6, 3, 64, 64))
-
-
-def test_a_network_that_normalises_tokens():
-    torch.manual_seed(0)
-    train_a_step(timm.create_model("levit_128s", num_classes=4), torch.randn(6, 3, 224, 224), rows_per_sample="any")
 
 
 def test_activation_and_drop_are_kept():
@@ -59,26 +66,58 @@ def test_frozen_and_synchronised_kinds():
     assert [type(m).__name__ for m in tbbn.revert(synchronised)] == ["SyncBatchNormAct", "SyncBatchNorm"]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", timm.list_models())
-def test_every_network(name):
+def on_meta(name):
     with torch.device("meta"):
-        model = timm.create_model(name, num_classes=4)
-    if not has_batch_norm(model):
-        pytest.skip("no batch norm")
-    there_and_back(model)
-    if sum(p.numel() for p in model.parameters()) > LARGE:
-        return
-    own = model.default_cfg["input_size"][-1]
+        return timm.create_model(name, num_classes=4)
+
+
+def small_enough(name, model):
+    """The network and an input, the smallest it takes; None: a step would be too long. ``model`` is that on meta."""
+    if not has_batch_norm(model) or is_large(model, 64):
+        return None
+    channels, own = model.default_cfg["input_size"][0], model.default_cfg["input_size"][-1]
     for size in (*(s for s in (64, 128) if s < own), own):
         torch.manual_seed(0)
         try:
-            model = create(name, size)
-            with torch.no_grad():
-                model.eval()(torch.randn(2, 3, size, size))
+            model, x = create(name, size), torch.randn(6, channels, size, size)
+            predict(model, x[:2])
         except (AssertionError, RuntimeError, ValueError, ZeroDivisionError):
             if size == own:
                 raise
             continue  # too small for this network
-        train_a_step(model, torch.randn(6, 3, size, size), rows_per_sample="any")
-        return
+        return None if is_large(model, size) else (model, x)
+
+
+def check(name):
+    """Take a network through all steps, and say how."""
+    model = on_meta(name)
+    if not has_batch_norm(model):
+        pytest.skip("no batch norm")
+    if small := small_enough(name, model):
+        several = train_a_step(*small, rows_per_sample="any")
+        return f"trained at {small[1].shape[-1]}" + ", several rows a sample" * several
+    there_and_back(model)
+    step_on_meta(model, torch.empty(6, *model.default_cfg["input_size"], device="meta"), rows_per_sample="any")
+    return "on meta"
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+def test_one_network_of_every_family(name):
+    assert check(name).startswith("trained")
+
+
+def test_rows_that_are_tokens_must_be_declared():
+    torch.manual_seed(0)
+    model, x = tbbn.convert(timm.create_model("levit_128s", num_classes=4)), torch.randn(6, 3, 224, 224)
+    with (
+        pytest.raises(UserError, match=r"the input has 1176; .* Where rows are not samples .*: rows_per_sample="),
+        tbbn.balance(model, current=4, memory=2, past_tasks=1),
+    ):
+        model(x)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ALL)
+def test_every_network(name, record_property):
+    record_property("way", check(name))  # for --junitxml
+    assert family(name) in ONE_OF_EACH  # which trains, where this one is too large
