@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -247,8 +248,8 @@ def choose(mutant: Mutant, source: str, tests: dict[str, dict[str, Any]], limit:
     return [chosen[0][:15], chosen[0][15:], *chosen[1:]]  # most mutants die in the first group
 
 
-def try_mutant(mutant: Mutant, tests: dict[str, dict[str, Any]], limit: float) -> tuple[str, int]:
-    """Whether it was "killed", a "timeout" or "survived", and the number of tests it was given."""
+def try_mutant(mutant: Mutant, tests: dict[str, dict[str, Any]], limit: float) -> tuple[str, int, str]:
+    """Whether it was "killed", a "timeout" or "survived", the number of tests it was given, and which of them failed."""
     path = TREE / mutant.file
     original, stamp = path.read_text(), path.stat()
     groups = choose(mutant, original, tests, limit)
@@ -268,7 +269,8 @@ def try_mutant(mutant: Mutant, tests: dict[str, dict[str, Any]], limit: float) -
     if code not in (0, 1, TIMEOUT) and in_child(group, 600):
         raise SystemExit(f"the tests fail without a mutant; see {WORK / 'last.log'}.")
     status = "killed" if code else "survived"
-    return "timeout" if code == TIMEOUT else status, sum(map(len, groups))
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", (WORK / "last.log").read_text(errors="replace"), re.MULTILINE)
+    return "timeout" if code == TIMEOUT else status, sum(map(len, groups)), (failed or [""])[0] if code else ""
 
 
 def draw(areas: list[str], number: int, seed: int) -> list[Mutant]:
@@ -326,14 +328,15 @@ def main() -> None:
             break
         old = known.get(key, {}).get("status")
         if mutant.name in equivalent:
-            status, seen = "equivalent", 0
+            status, seen, by = "equivalent", 0, ""
         elif old in ("killed", "timeout") or (old == "survived" and not arguments.again):
             continue
         else:
-            status, seen = try_mutant(mutant, tests, arguments.seconds)
+            status, seen, by = try_mutant(mutant, tests, arguments.seconds)
         known[key] = {"area": mutant.area, "line": mutant.line, "name": mutant.name, "status": status, "tests": seen}
+        known[key]["by"] = by
         file.write_text(json.dumps(known))
-        print(f"{status}: {mutant.name}", flush=True)
+        print(f"{status}: {mutant.name}{f'  ({by})' if by else ''}", flush=True)
     done = [known[key] for key in keys.values() if key in known]
     print(f"\n{len(done)} of {len(drawn)} mutants tried")
     report(done)
