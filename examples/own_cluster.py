@@ -6,6 +6,7 @@ the same command: it goes on where it stopped. When all are done, one call reads
     sbatch --array=0-3 --wrap 'python examples/own_cluster.py train --out /shared/sweep --job $SLURM_ARRAY_TASK_ID --jobs 4'
     python examples/own_cluster.py report --out /shared/sweep
 
+On a SLURM cluster the bench can also submit the jobs itself: `tbbn sweep recipe.toml --engine slurm --job partition=gpu`.
 To stop in time for a limit on the length of jobs, use the command line instead: `tbbn run recipe.toml --time-limit
 3h50m` saves, stops and exits with code 75, which tells a scheduler to queue the job again.
 """
