@@ -91,13 +91,14 @@ def _normalise(norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moment
     """:func:`norm_act` for a norm with a ``normaliser`` (``tbbn.nn.comparison``): the passes over ``x`` are kernels."""
     from tbbn.accelerators.triton import sample
 
+    state = norm.snapshot(x) if hasattr(norm, "snapshot") else ()
+    if state is None:
+        return activate(norm(x), relu, residual)
     x, mean, var = sample.sample_moments(x, moments)
     if x.is_cuda and norm.training and torch.is_grad_enabled() and getattr(norm, "compiles_normaliser", False):
-        normaliser = _compiled_normaliser(norm.__class__, str(norm), x.shape)(norm, x, mean, var)
+        normaliser = _compiled_normaliser(norm.__class__, str(norm), x.shape)(norm, x, mean, var, *state)
     else:
-        normaliser = norm.normaliser(x, mean, var)
-    if normaliser is None:
-        return activate(norm(x), relu, residual)
+        normaliser = norm.normaliser(x, mean, var, *state)
     return sample.sample_affine(x, *normaliser, relu=relu, residual=residual)
 
 

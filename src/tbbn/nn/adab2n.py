@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tbbn.errors import UserError
 from tbbn.nn.active import recomputing
 from tbbn.nn.comparison import AnyDims, Normaliser, apply_affine, pixels_last
-from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
+from tbbn.nn.functional import averaged, statistics_dtype, task_balanced_batch_norm
 from tbbn.nn.modules import BalancedNorm, RowsPerSample, arguments, as_leaf, with_pixels
 from tbbn.nn.plan import Layout
 from tbbn.options import Option
@@ -31,6 +31,7 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
     """
 
     wants_task_ids = True
+    compiles_normaliser = True
 
     def __init__(
         self,
@@ -77,16 +78,6 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "penalty": None}
 
-    def _track(self, mean: Tensor, var: Tensor) -> None:
-        assert self.momentum is not None and isinstance(self.rate, Tensor)
-        assert self.running_mean is not None and self.running_var is not None
-        first = torch.full_like(self.rate, self.momentum**self.kappa)
-        following = self.rate / (self.rate + (1 - self.momentum) ** self.kappa)
-        self.rate.copy_(torch.where(self.rate == 0, first, following))
-        update_average(self.running_mean, mean, self.rate)
-        update_average(self.running_var, var, self.rate)
-        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Proxy):
             return as_leaf(self, x)
@@ -113,8 +104,11 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         y = centred * (var + self.eps).rsqrt().view(1, -1, 1)
         return apply_affine(y, self.weight, self.bias).view(x.shape).to(x.dtype)
 
-    def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser | None:
-        """None where rows are not samples, or the layer is batch norm."""
+    def snapshot(self, x: Tensor) -> tuple[Tensor, ...] | None:
+        """The weights of the rows, and copies of the statistics that the forward changes.
+
+        None where rows are not samples, or the layer is batch norm.
+        """
         if not self.training:
             return None
         try:
@@ -123,11 +117,16 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
             return None
         if layout is None or not layout.past_tasks:
             return None
+        assert self.running_mean is not None and self.running_var is not None and isinstance(self.rate, Tensor)
+        weights = self._weights(member.to(x.device, statistics_dtype(x)))
+        return weights, self.running_mean.clone(), self.running_var.clone(), self.rate.clone()
+
+    def normaliser(self, x: Tensor, mean: Tensor, var: Tensor, *state: Tensor) -> Normaliser:
+        weights, *running = state
         self.penalty = None
-        weights = self._weights(member.to(mean.device, mean.dtype))
         batch_mean = (weights * mean).sum(0)
         batch_var = (weights * (var + (mean - batch_mean).square())).sum(0)
-        self._follow(batch_mean, batch_var)
+        self._follow(batch_mean, batch_var, *running)
         return Normaliser.of(batch_mean, (batch_var + self.eps).rsqrt(), self)
 
     def _weights(self, member: Tensor) -> Tensor:
@@ -138,18 +137,29 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         # An absent task keeps its share, as published. No matrix products: autocast would round them.
         return (member * torch.where(counts > 0, share, 0)).sum(1, keepdim=True)
 
-    def _follow(self, mean: Tensor, var: Tensor) -> None:
-        """Update the running statistics, and take the penalty on their distance."""
+    def _follow(self, mean: Tensor, var: Tensor, *state: Tensor) -> None:
+        """Update the running statistics, and take the penalty on their distance.
+
+        ``state`` is the running mean and variance and the rate before it, if not the layer's own.
+        """
+        assert self.momentum is not None and isinstance(self.rate, Tensor)
         assert self.running_mean is not None and self.running_var is not None
+        running_mean, running_var, rate = state or (self.running_mean, self.running_var, self.rate)
         if not recomputing():
             with torch.no_grad():
-                self._track(mean, var)
+                first = torch.full_like(rate, self.momentum**self.kappa)
+                rate = torch.where(rate == 0, first, rate / (rate + (1 - self.momentum) ** self.kappa))
+                self.rate.copy_(rate)
+                running_mean, running_var = (
+                    averaged(running, value, rate) for running, value in ((running_mean, mean), (running_var, var))
+                )
+                self.running_mean.copy_(running_mean)
+                self.running_var.copy_(running_var)
+                self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         if self.strength:
-            running_mean, running_var = (
-                self.running_mean.to(mean.dtype, copy=True),
-                self.running_var.to(var.dtype, copy=True),
-            )
-            self.penalty = self.strength * (F.mse_loss(mean, running_mean) + F.mse_loss(var, running_var))
+            # Copies: the running statistics may be the layer's own, which move before the backward.
+            targets = (running_mean.to(mean.dtype, copy=True), running_var.to(var.dtype, copy=True))
+            self.penalty = self.strength * (F.mse_loss(mean, targets[0]) + F.mse_loss(var, targets[1]))
 
 
 def penalty(module: nn.Module) -> Tensor | None:

@@ -5,7 +5,8 @@ is the norm as published; where the code released with the paper differs, an opt
 
 All of them map channel c of sample n by ``(x - center) * scale + shift``, and take the three from the mean and variance of each
 channel of each sample. ``normaliser`` is that step, for kernels that do the passes over ``x`` (``tbbn.accelerators.fused``);
-``compiles_normaliser`` says that ``torch.compile`` takes it.
+``compiles_normaliser`` says that ``torch.compile`` takes it. A norm that reads statistics which it changes has a ``snapshot`` of
+them too: compiled code may read its inputs again in the backward, when the norm's own have moved.
 """
 
 from __future__ import annotations
@@ -245,8 +246,7 @@ class BatchRenorm(AnyDims, AnyBatchNorm):
     """
 
     own_momentum = True  # convert keeps 0.01 instead of the replaced layer's momentum
-    # torch.compile would compute r and d again in the backward, from running statistics that have moved by then.
-    compiles_normaliser = False
+    compiles_normaliser = True
 
     @property
     def is_batch_norm_in_eval(self) -> bool:
@@ -271,8 +271,8 @@ class BatchRenorm(AnyDims, AnyBatchNorm):
         super().__init__(num_features, eps, momentum, affine, True, device, dtype)
         self.r_max, self.d_max, self.eps_on_std = r_max, d_max, eps_on_std
 
-    def _limits(self) -> tuple[Tensor, Tensor]:
-        step = self.num_batches_tracked.float()  # type: ignore[union-attr]
+    def _limits(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        step = step.float()
         r_max = (1 + (self.r_max - 1) * (step - 5_000) / 35_000).clamp(1.0, self.r_max)
         d_max = (self.d_max * (step - 5_000) / 20_000).clamp(0.0, self.d_max)
         return r_max, d_max
@@ -293,28 +293,37 @@ class BatchRenorm(AnyDims, AnyBatchNorm):
                     f"BatchRenorm: expected more than 1 value per channel in training, got {tuple(rows.shape)}."
                 )
             var, mean = torch.var_mean(rows, [d for d in range(rows.dim()) if d != 1], unbiased=False)
-            factor, d = self._correction(mean, var)
+            factor, d = self._correction(mean, var, *self._state())
             y = (rows - mean.view(shape)) * factor.view(shape) + d.view(shape)
         else:
             sigma = self._sigma(self.running_var.to(rows.dtype))
             y = (rows - self.running_mean.view(shape)) / sigma.view(shape)
         return apply_affine(y, self.weight, self.bias).to(x.dtype)
 
-    def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser:
-        assert self.running_mean is not None and self.running_var is not None
+    def _state(self) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        return self.running_mean, self.running_var, self.num_batches_tracked
+
+    def snapshot(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.clone() for t in self._state())
+
+    def normaliser(self, x: Tensor, mean: Tensor, var: Tensor, *state: Tensor) -> Normaliser:
+        running_mean, running_var, step = state or self._state()
         if not self.training:
-            return Normaliser.of(self.running_mean, 1 / self._sigma(self.running_var), self)
+            return Normaliser.of(running_mean, 1 / self._sigma(running_var), self)
         mean, var = batch_moments(mean, var)
-        factor, d = self._correction(mean, var)
+        factor, d = self._correction(mean, var, running_mean, running_var, step)
         return Normaliser.of(mean, factor, self, d)
 
-    def _correction(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    def _correction(
+        self, mean: Tensor, var: Tensor, old_mean: Tensor, old_var: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """``r / sigma_B`` and ``d`` for the moments (C,) of a batch. Updates the running statistics."""
         assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
         sigma = self._sigma(var)
         with torch.no_grad():
-            old_mean, old_sigma = self.running_mean.to(mean.dtype), self._sigma(self.running_var.to(mean.dtype))
-            r_max, d_max = self._limits()
+            old_mean, old_sigma = old_mean.to(mean.dtype), self._sigma(old_var.to(mean.dtype))
+            r_max, d_max = self._limits(step)
             r = torch.clamp(sigma / old_sigma, 1 / r_max, r_max)
             d = torch.clamp((mean - old_mean) / old_sigma, -d_max, d_max)
             new_sigma = old_sigma.lerp(sigma, self.momentum)

@@ -157,11 +157,17 @@ def update_running(
 @torch.no_grad()
 def update_average(running: Tensor, value: Tensor, momentum: float | Tensor) -> None:
     """Exponential moving average in place, computed in the type of ``value``."""
+    if running.dtype == value.dtype and not functorch_active():
+        running.lerp_(value, momentum.to(value.dtype) if isinstance(momentum, Tensor) else momentum)
+    else:
+        running.copy_(averaged(running, value, momentum))
+
+
+def averaged(running: Tensor, value: Tensor, momentum: float | Tensor) -> Tensor:
+    """What :func:`update_average` makes of ``running``, in the type of ``value``."""
+    running = running.to(value.dtype)
     if isinstance(momentum, Tensor):
         momentum = momentum.to(value.dtype)
     if functorch_active():  # torch.func.vmap has no rule for lerp
-        running.add_((value - running) * momentum)
-    elif running.dtype == value.dtype:
-        running.lerp_(value, momentum)
-    else:
-        running.copy_(running.to(value.dtype).lerp_(value, momentum))
+        return running + (value - running) * momentum
+    return running.lerp(value, momentum)
