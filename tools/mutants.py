@@ -30,7 +30,7 @@ import traceback
 from collections import Counter
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 from mutations import Mutant, function_at, functions, is_valid, mutants_of
@@ -88,6 +88,15 @@ class Watcher:
         return None
 
     class Loader(SourceFileLoader):
+        at_work = 0  # modules that are being imported: what they call counts for no test, since every test may see it
+
+        def exec_module(self, module: ModuleType) -> None:
+            Watcher.Loader.at_work += 1
+            try:
+                super().exec_module(module)
+            finally:
+                Watcher.Loader.at_work -= 1
+
         def get_code(self, fullname: str) -> CodeType:
             if fullname.startswith("tbbn.nn."):  # may be compiled, and should be as without notes
                 import torch._dynamo
@@ -101,7 +110,7 @@ class Watcher:
 
     def install(self) -> None:
         def note(name: str) -> None:
-            if name not in self.current:
+            if name not in self.current and not Watcher.Loader.at_work:
                 self.current.add(name)
                 if os.getpid() != self.process and self.FILE in os.environ:
                     with open(os.environ[self.FILE], "a") as file:
