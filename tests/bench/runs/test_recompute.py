@@ -133,3 +133,15 @@ def test_every_part_of_the_environment_may_explain_a_difference(name: str) -> No
     record.resumed = [{}]
     assert explanation(record, dict(record.environment)).startswith("the run was resumed in another environment")
     assert set(ENVIRONMENT) == {"device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "ranks", "tbbn"}
+
+
+def test_without_a_plugin_what_needs_it_is_not_checked() -> None:
+    config = tiny()
+    source = load_source(config)
+    record = learnt(config, 0)
+    record.config["norm"] = {"name": "elsewhere"}
+    found = list(recompute.known_before_training(record, source, scenario_of(config, source)))
+    last = found[-1]
+    assert (last.subject, last.problem) == ("splits, exemplars and epochs", "")
+    assert last.not_checked == "norm 'elsewhere' comes from a plugin that is not here"
+    assert "splits" not in {finding.subject for finding in found}
