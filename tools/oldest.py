@@ -10,8 +10,11 @@ from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
-else:  # in an environment with nothing but pip
-    from pip._vendor import tomli as tomllib
+else:
+    try:
+        import tomli as tomllib
+    except ImportError:  # in an environment with nothing but pip
+        from pip._vendor import tomli as tomllib
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(\[[^]]*\])?\s*(>=\s*(?P<oldest>[\w.]+))?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ TINY += ("--memory.budget", "8", "--device", "cpu", "--threads", "1", "--train.l
 
 
 def launch(*words: str, ranks: int = 2) -> list[tuple[int, str, str]]:
-    """Exit code, standard output and standard error of each rank."""
+    """Exit code, standard output and standard error of each rank, without the line that gloo itself prints in torch 2.9."""
     # The store is here, as torchrun has it in its agent: a port that was free when asked for may be taken when it is used.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
@@ -35,6 +36,7 @@ def launch(*words: str, ranks: int = 2) -> list[tuple[int, str, str]]:
         for rank in range(ranks)
     ]
     said = [process.communicate(timeout=300) for process in processes]
+    said = [(re.sub(r"(?m)^\[Gloo\] Rank \d+ is connected to .*\n", "", output), errors) for output, errors in said]
     return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 

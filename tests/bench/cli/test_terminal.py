@@ -47,7 +47,9 @@ def test_bars_on_a_terminal(columns: int, lanes: str, tmp_path: Path) -> None:
     assert "Traceback" not in output and "\x1b[" in output
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
     assert "2 runs" in plain and "━" in plain
-    assert "eeil(balanced_epochs=2) + bn, seed 1: A_f" in plain.replace("\r\n", " " if columns < 60 else "\n")
+    # rich 13.0 leaves a space at the end of a line that it breaks
+    unbroken = re.sub(r" ?\r\n", " ", plain) if columns < 60 else plain
+    assert "eeil(balanced_epochs=2) + bn, seed 1: A_f" in unbroken
     assert "accuracy.png" in plain.replace("\r\n", "")
 
 
