@@ -90,3 +90,34 @@ def test_a_norm_made_by_hand_has_the_same_defaults(name: str) -> None:
         assert isinstance(made, nn.Module) and made.eps == 1e-5
         assert getattr(made, "momentum", None) == OF_NORMS[name].get("momentum")
         assert made.weight is not None and made.bias is not None
+
+
+# What an option accepts, in words. Weights of losses and numbers of epochs are not negative; the others are named here.
+NOT_NEGATIVE = "at least 0"
+ACCEPTED = {
+    "eps": "1e-30 to 1e+30",
+    "momentum": "0 to 1",
+    "groups": "at least 1",
+    "r_max": "at least 1",
+    "rule": "paper, current or uneven",
+    "case": "0 to 4",
+    "memory": "averaged or own",
+    "max_tasks": "1 to 1048576",
+    "n_proxies": "at least 1",
+    "views_per_task": "at least 1",
+    "top_k": "at least 1",
+    "temperature": "positive",
+    "finetune_lr": "positive",
+    "held_out": "positive and below 1",
+    "classifier": "proxies or nme",
+}
+
+
+@pytest.mark.parametrize(
+    ("registry", "name"), [(NORMS, name) for name in OF_NORMS] + [(METHODS, name) for name in OF_METHODS]
+)
+def test_what_an_option_accepts(registry: Any, name: str) -> None:
+    for key, option in registry.options(name).items():
+        is_flag = isinstance(option.default, bool) or option.kind is bool
+        assert option.accepts == ("" if is_flag else ACCEPTED.get(key, NOT_NEGATIVE)), key
+        assert option.help and not option.help.endswith("."), key
