@@ -1,6 +1,7 @@
 """The protocol of a backend, and the order in which backends are tried: triton, native, eager.
 
-A backend is a module with three functions. All take what :func:`tbbn.nn.functional.task_balanced_batch_norm` takes.
+A backend is a module with two functions, and a third, ``norm_act``, where it can fuse the norm with what follows. All take what
+:func:`tbbn.nn.functional.task_balanced_batch_norm` takes.
 """
 
 from __future__ import annotations
@@ -8,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from tbbn.accelerators import eager
 from tbbn.accelerators.native import binding as native
-from tbbn.accelerators.transforms import under_transform
 from tbbn.accelerators.triton import TRITON
 from tbbn.nn.plan import Plan
-from tbbn.nn.private import exporting, functorch_active
+from tbbn.nn.private import exporting, functorch_active, under_transform
 from tbbn.nn.sync import RankPlan
 
 
-class Norm(Protocol):
+class Backend(Protocol):
     def supports(
         self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
@@ -36,7 +36,7 @@ class Norm(Protocol):
         """The norm in training mode. Running statistics and the count ``batches`` are updated in place, if given."""
 
 
-class Backend(Norm, Protocol):
+class FusedBackend(Backend, Protocol):
     def norm_act(
         self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
@@ -63,10 +63,19 @@ def find(
     return None
 
 
+def find_fused(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
+) -> FusedBackend | None:  # fmt: skip
+    """What :func:`find` finds, if it fuses the norm with what follows."""
+    backend: Any = find(x, running_mean, running_var, weight, bias, plan)
+    return backend if hasattr(backend, "norm_act") else None
+
+
 def find_for_compiler(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
     weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
-) -> Norm | None:  # fmt: skip
+) -> Backend | None:  # fmt: skip
     """What supports these inputs in code that ``torch.compile`` compiles for a GPU; None: the reference."""
     if not TRITON or exporting() or functorch_active() or isinstance(plan, RankPlan):
         return None

@@ -42,16 +42,6 @@ def norm(
     return _EagerNorm.apply(x, weight, bias, plan, eps, running_mean, running_var, momentum)
 
 
-def norm_act(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
-    momentum: float | Tensor, eps: float, batches: Tensor | None = None, *,
-    relu: bool, residual: Tensor | None, moments: Tensor | None = None, training: bool = True,
-) -> Tensor:  # fmt: skip
-    assert training
-    return activate(norm(x, running_mean, running_var, weight, bias, plan, momentum, eps, batches), relu, residual)
-
-
 def activate(y: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
     """``relu(y + residual)`` in place: no norm needs its output for its gradient."""
     if residual is not None:

@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tbbn.accelerators.backend import find
+from tbbn.accelerators.backend import find_fused
 from tbbn.accelerators.eager import activate
-from tbbn.accelerators.transforms import under_transform
 from tbbn.accelerators.triton import TRITON
 from tbbn.nn.foreign import ForeignNorm
 from tbbn.nn.functional import task_balanced_batch_norm
 from tbbn.nn.modules import PlannedNorm, arguments
 from tbbn.nn.plan import Plan
-from tbbn.nn.private import global_hooks
+from tbbn.nn.private import global_hooks, under_transform
 
 _MOST_CHANNELS = 64
 _MOST_PIXELS = 2**17  # of a batch; above it cuDNN is as fast
@@ -73,10 +72,10 @@ def norm_act(
     if not norm.training:
         return _eval_act(norm, x, relu, residual)
     given = arguments(norm, x, norm.plan_of(x))
-    backend = find(*given[:6])
-    if backend is None:
+    kernels = find_fused(*given[:6])
+    if kernels is None:
         return activate(task_balanced_batch_norm(*given), relu, residual)
-    return backend.norm_act(*given, relu=relu, residual=residual, moments=moments)
+    return kernels.norm_act(*given, relu=relu, residual=residual, moments=moments)
 
 
 def _by_sample(norm: Any, x: Tensor) -> bool:
@@ -126,9 +125,9 @@ def _compiled_normaliser(kind: Any, options: str, shape: torch.Size) -> Callable
 def _eval_act(norm: nn.BatchNorm2d | PlannedNorm, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
     mean, var = norm.running_mean, norm.running_var
     if (relu or residual is not None) and mean is not None and var is not None and not torch.is_grad_enabled():
-        backend = find(x, mean, var, norm.weight, norm.bias, None)
-        if backend is not None:
-            return backend.norm_act(
+        kernels = find_fused(x, mean, var, norm.weight, norm.bias, None)
+        if kernels is not None:
+            return kernels.norm_act(
                 x, mean, var, norm.weight, norm.bias, None, 0.0, norm.eps,
                 relu=relu, residual=residual, training=False,
             )  # fmt: skip

@@ -32,7 +32,7 @@ from tbbn.nn.private import functorch_active
 from tbbn.nn.sync import RankPlan, synchronised
 
 if TYPE_CHECKING:
-    from tbbn.accelerators.backend import Norm
+    from tbbn.accelerators.backend import Backend
 
 
 def reference(
@@ -115,7 +115,7 @@ def task_balanced_batch_norm(
     return y
 
 
-def _import_backends() -> tuple[Callable[..., Norm | None], Callable[..., Norm | None]]:
+def _import_backends() -> tuple[Callable[..., Backend | None], Callable[..., Backend | None]]:
     """How backends are found, for eager and for compiled code: the only import of ``tbbn.accelerators``. Without it: none."""
     try:
         from tbbn.accelerators.backend import find, find_for_compiler

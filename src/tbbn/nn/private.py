@@ -70,3 +70,11 @@ WrappedHook: Any = _find("WrappedHook")  # a hook that holds its module weakly
 def exporting() -> bool:
     """Whether torch.export is tracing. The public ``is_exporting`` is true in all that torch 2.11 compiles."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
+def under_transform() -> bool:
+    """Whether functorch transforms (grad, vmap), dispatch modes (fake tensors, FLOP counting) or tracing are active.
+
+    Then tensors may have no memory of their own, as kernels require.
+    """
+    return bool(functorch_active() or dispatch_modes() or tracing_state() is not None)

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tbbn.accelerators.eager import activate, reference_gradients
+from tbbn.accelerators.eager import reference_gradients
 from tbbn.accelerators.native import loading
-from tbbn.accelerators.transforms import under_transform
 from tbbn.nn.plan import Plan
-from tbbn.nn.private import is_wrapped
+from tbbn.nn.private import is_wrapped, under_transform
 
 _PLAIN = (Tensor, nn.Parameter)  # subclasses may have no memory of their own
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,16 +94,6 @@ def norm(
     if not running_mean.is_inference():  # inference tensors have no version
         torch.autograd.graph.increment_version((running_mean, running_var))
     return y
-
-
-def norm_act(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
-    momentum: float | Tensor, eps: float, batches: Tensor | None = None, *,
-    relu: bool, residual: Tensor | None, moments: Tensor | None = None, training: bool = True,
-) -> Tensor:  # fmt: skip
-    assert training
-    return activate(norm(x, running_mean, running_var, weight, bias, plan, momentum, eps, batches), relu, residual)
 
 
 def _channels_last(x: Tensor) -> bool:
