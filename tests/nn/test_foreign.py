@@ -449,3 +449,22 @@ def test_rows_that_are_no_multiple_of_the_samples_are_refused_by_their_numbers(g
         layer(torch.randn(rows, 4))
     with tbbn.balance(layer, **EIGHT, rows_per_sample=given):
         assert layer(torch.randn(12, 4)).shape == (12, 4)
+
+
+class Bare(nn.BatchNorm1d):
+    """Leaves the defaults of ``F.batch_norm`` as they are, whatever its own settings."""
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+
+def test_what_a_layer_does_not_pass_on_is_the_default_of_torch():
+    torch.manual_seed(0)
+    x = 3e-3 * torch.randn(12, 4).double()  # a variance near eps
+    bare = tbbn.convert(Bare(4, eps=0.1, momentum=0.7).double())
+    plain = tbbn.convert(nn.BatchNorm1d(4, eps=1e-5, momentum=0.1, affine=False).double())
+    with tbbn.balance(bare, **EIGHT), tbbn.balance(plain, **EIGHT):
+        torch.testing.assert_close(bare(x), plain(x))
+    torch.testing.assert_close(bare.running_mean, plain.running_mean)
+    torch.testing.assert_close(bare.running_var, plain.running_var)
+    torch.testing.assert_close(bare.eval()(x), plain.eval()(x))

@@ -141,3 +141,28 @@ def test_a_run_of_a_sweep_has_a_folder_of_its_own_and_a_single_run_the_folder_it
         UserError, match=r"2 runs have the same folder .*ft-bn-5; name each method, norm and seed once\."
     ):
         expand(layers, Axes(("ft", "ft")), tmp_path)
+
+
+def test_runs_alone_and_in_lanes_are_saved_with_the_options_that_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, str, dict[str, Any]]] = []
+
+    def watched(run: Any, directory: Path, **options: Any) -> Iterator[Event]:
+        seen.append((run.config.seed, directory.name, options))
+        yield from run.events(options["stop"])
+
+    monkeypatch.setattr(saved, "saved", watched)
+    configs = [tiny(seed=seed, data__stop_after=1, train__epochs=1) for seed in (0, 1)]
+
+    def stop() -> bool:
+        return False
+
+    given = {"stop": stop, "overwrite": True, "log": ("jsonl",)}
+    run_saved(configs[0], tmp_path / "alone", every=7.0, **given)  # type: ignore[arg-type]
+    assert seen.pop() == (0, "alone", {**given, "every": 7.0}) and not seen
+    run_saved(configs[0], tmp_path / "alone")
+    (_, _, options) = seen.pop()
+    assert (options["every"], options["stop"], options["overwrite"]) == (60.0, None, False)
+    saved.run_lanes_saved(configs, [tmp_path / "a", tmp_path / "b"], 2, **given)  # type: ignore[arg-type]
+    assert seen == [(0, "a", given), (1, "b", given)]
