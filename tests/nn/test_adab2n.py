@@ -114,6 +114,25 @@ def test_penalty():
     assert tbbn.penalty(model) is None and y.requires_grad
 
 
+def test_the_steps_for_a_kernel_are_the_forward_in_training():
+    """``snapshot`` and ``normaliser`` from the moments of each sample, as kernels call them."""
+    layer, twin, x = make("adab2n"), make("adab2n"), data((12, 4, 3, 2))
+    for one in (layer, twin):
+        one.task_logits.data[:3] = torch.tensor([0.5, -0.5, 1.0])
+    ids = torch.tensor([2] * 8 + [0, 1, 1, 1])
+    var, mean = torch.var_mean(x.flatten(2), 2, unbiased=False)
+    with tbbn.balance(layer, **EIGHT, task_ids=ids), tbbn.balance(twin, **EIGHT, task_ids=ids):
+        y = twin(x)
+        state = layer.snapshot(x)
+        assert state is not None and layer.eval().snapshot(x) is None
+        center, scale, shift = layer.train().normaliser(x, mean, var, *state)
+    close((x - center.view(1, -1, 1, 1)) * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1), y)
+    close(layer.penalty, twin.penalty)
+    with tbbn.balance(layer, current=12, memory=0, past_tasks=0):
+        assert layer.snapshot(x) is None  # batch norm in the first task
+    assert layer.snapshot(x) is None  # and outside
+
+
 def test_penalty_of_other_models_is_none():
     assert tbbn.penalty(nn.Sequential(nn.BatchNorm2d(3))) is None
 

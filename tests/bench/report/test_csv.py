@@ -49,3 +49,8 @@ def test_csv_has_the_metrics_asked_for_in_their_order() -> None:
 
 def test_no_runs_are_no_rows() -> None:
     assert json.loads(runs_json({})) == [] and len(runs_csv({}).splitlines()) == 1
+
+
+def test_json_has_a_line_for_each_value() -> None:
+    lines = runs_json(RUNS).splitlines()
+    assert lines[0] == "[" and lines[1] == " {" and lines[2] == '  "directory": "a",' and lines[-1] == "]"

@@ -14,6 +14,7 @@ from tinyrun import tiny
 
 from tbbn.bench import files
 from tbbn.bench.cli.main import main
+from tbbn.bench.engine import Event, Stepped
 from tbbn.bench.engine.record import new_record
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs import record as rec
@@ -70,6 +71,21 @@ def test_a_run_stopped_at_any_event_of_its_first_task_has_no_problem(events: int
     # Three batches of 8 of the 24 images make an epoch: its three steps, and its end.
     assert found["position"] == {"task": 0, "phase": 0, "epoch": events // 4, "step": events % 4}
     assert len(record.history) == events // 4
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_run_stopped_in_a_second_phase_has_no_problem(steps: int, tmp_path: Path) -> None:
+    seen: list[Event] = []
+
+    def watch(event: Event) -> None:
+        seen.extend([event] if isinstance(event, Stepped) and event.phase == "balanced" else [])
+
+    config = tiny(method__name="eeil", method__balanced_epochs=2, batch__size=16)
+    record = run_saved(config, tmp_path, on_event=watch, stop=lambda: len(seen) >= steps)
+    assert record.status == "interrupted" and len(record.accuracy) == 1
+    found, _ = checkpoint.read(tmp_path / checkpoint.NEWEST)
+    assert (found["position"]["task"], found["position"]["phase"]) == (1, 1)
+    assert problems(tmp_path) == {}
 
 
 def rewritten(directory: Path, **values: object) -> None:
