@@ -48,7 +48,7 @@ def test_the_registry_needs_neither_torch_nor_the_bench() -> None:
 import sys, tbbn, tbbn.registry
 tbbn.register_method
 assert "torch" not in sys.modules and "tbbn.bench" not in sys.modules
-assert tbbn.registry.NORMS.defaults("gn")["groups"] == 16
+assert tbbn.registry.NORMS.options("gn")["groups"].default == 16
 assert "torch" in sys.modules and "tbbn.bench" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -62,18 +62,18 @@ def test_what_is_built_in_has_a_line_and_says_where_it_comes_from(registry: Any)
         assert entry.description and entry.origin == BUILT_IN
 
 
-def test_defaults_are_for_configs() -> None:
-    assert METHODS.defaults("lucir") == {
+def test_options_have_their_defaults() -> None:
+    assert {name: option.default for name, option in METHODS.options("lucir").items()} == {
         "less_forget": 5.0,
         "ranking": 1.0,
         "margin": 0.5,
         "top_k": 2,
         "imprint": False,
     }
-    assert NORMS.defaults("gn") == {"groups": 16, "channels_per_group": 0}
-    assert NORMS.options("gn")["eps"].default is None  # that of the layer it replaces
-    assert NORMS.defaults("brn")["momentum"] == 0.01
-    assert NORMS.defaults("a plugin's that is not here") == {}
+    groups = NORMS.options("gn")
+    assert (groups["groups"].default, groups["channels_per_group"].default) == (16, 0)
+    assert groups["eps"].default is None  # that of the layer it replaces
+    assert NORMS.options("brn")["momentum"].default == 0.01
     with pytest.raises(UserError, match=r"unknown norm 'gm'.*Did you mean 'gn'"):
         NORMS.options("gm")
 

@@ -6,9 +6,8 @@ Register something of your own with a decorator; the name then works in recipes,
     class FilterResponseNorm(nn.Module): ...
 
 What this package brings is registered in the same way by the table's home module, which is imported when the table is first
-asked. This module itself imports neither torch nor the bench, so the config may ask it for option defaults::
+asked. This module itself imports neither torch nor the bench, so the config may ask it for options::
 
-    NORMS.defaults("gn")     # {"groups": 16, ...}: every option that has a default; {} for a name that is not registered
     METHODS.options("eeil")  # {"kd": Option(default=1.0, help="..."), ...}; an unknown name is an error
     METHODS.get("eil")       # UserError: unknown method 'eil'; ... Did you mean 'eeil'?
 
@@ -160,17 +159,6 @@ class Registry(Generic[T]):
     def options(self, name: str) -> dict[str, Option]:
         """The options of a name, with default and help."""
         return dict(self.entry(name).options)
-
-    def defaults(self, name: str) -> dict[str, Any]:
-        """The options that have a default, for a config.
-
-        Empty for a name that is not registered: a config may be read where its plugin is missing, or cannot be loaded.
-        """
-        try:
-            found = self.options(name)
-        except UserError:
-            return {}
-        return {option: known.default for option, known in found.items() if known.default is not None}
 
     def describe(self) -> dict[str, Entry[T]]:
         """Every name there is, those of installed plugins included, in the order of registration."""

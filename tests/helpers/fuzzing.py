@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from tbbn.bench.cli.main import main
-from tbbn.bench.report import plots
+from tbbn.bench.report import figures, plots
 
 # A run takes a few hundredths of a second.
 TINY = {
@@ -76,7 +76,8 @@ def call(*words: str) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TBBN_TRACEBACK", "1")  # unexpected exceptions must reach the test
         if words[0] != "report":  # the picture takes half the time of a tiny run
-            patch.setattr(plots, "accuracy_curves", lambda records, path: path)
+            patch.setattr(plots, "figure", lambda records: None)
+            patch.setattr(figures, "save_figure", lambda figure, path: path)
         code = main(list(words))
     return code, out.getvalue(), err.getvalue()
 

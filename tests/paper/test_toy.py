@@ -20,7 +20,7 @@ def test_the_population_is_the_mixture_of_all_tasks_in_equal_parts() -> None:
 
 
 def test_tbbn_is_nearest_to_the_balanced_population_and_batch_norm_farthest(tmp_path: Path) -> None:
-    outcomes = toy(steps=120, test_rows=50)
+    outcomes = toy()
     errors = {outcome.name: outcome.mean_error for outcome in outcomes}
     assert errors["TBBN"] < 0.15 < errors["continual norm"] < errors["batch norm"]
     # By hand: task 4 has 3/4 of a batch, so batch norm's mean is (3 m4 + (m1 + m2 + m3) / 3) / 4.

@@ -59,14 +59,14 @@ def device_clock(device: torch.device) -> Clock:
     return on_gpu if device.type == "cuda" else on_cpu
 
 
-def median_ratio(times: dict[str, list[float]], name: str, baseline: str = "bn") -> float:
-    """Median over rounds of a candidate's time divided by the baseline's in the same round."""
-    return median(a / b for a, b in zip(times[name], times[baseline], strict=True))
+def median_ratio(times: dict[str, list[float]], name: str) -> float:
+    """Median over rounds of a candidate's time divided by batch norm's in the same round."""
+    return median(a / b for a, b in zip(times[name], times["bn"], strict=True))
 
 
-def copy_bandwidth(device: torch.device, megabytes: int | None = None) -> float:
+def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read plus written, of a large copy: the most that a pass over memory can reach."""
-    megabytes = megabytes or (2048 if device.type == "cuda" else 256)
+    megabytes = 2048 if device.type == "cuda" else 256
     source = torch.randn(megabytes * 2**18, device=device)
     target = torch.empty_like(source)
     seconds = time_interleaved({"copy": lambda: target.copy_(source)}, device, seconds=0.5)["copy"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from commandline import Capture
+from commandline import Capture, mistake
 
 import tbbn.paper
 from tbbn.bench.cli.main import main
@@ -34,3 +34,7 @@ def test_the_demo_shows_mechanism_bench_and_result(
     mechanism, bench, result = (said.index(f"\n{n}. " if n > 1 else "1. ") for n in (1, 2, 3))
     assert mechanism < said.index("TBBN  ") < bench < said.index("ft + tbbn") < result < said.index("+6.0 (0.8)")
     assert (tmp_path / "runs" / "toy.png").exists() and (tmp_path / "runs/demo/ft-tbbn-1/record.json").exists()
+
+
+def test_the_demo_takes_no_options_of_other_runs(capsys: Capture) -> None:
+    assert "--engine" in mistake(capsys, "demo", "--engine", "ray")

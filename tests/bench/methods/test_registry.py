@@ -156,7 +156,7 @@ def test_the_order_of_the_decorators_does_not_matter() -> None:
     class Turned(Method):
         share: float = 0.5
 
-    assert METHODS.defaults("turned") == {"share": 0.5} and method("turned", {"share": 0.25}).share == 0.25  # type: ignore[attr-defined]
+    assert METHODS.options("turned")["share"].default == 0.5 and method("turned", {"share": 0.25}).share == 0.25  # type: ignore[attr-defined]
 
 
 def test_the_base_has_no_loss() -> None:

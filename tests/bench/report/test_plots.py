@@ -13,7 +13,7 @@ from records import record
 
 from tbbn.bench.engine.record import Record
 from tbbn.bench.report.figures import Panel, figure_of, save_figure
-from tbbn.bench.report.plots import KINDS, accuracy_curves, figure
+from tbbn.bench.report.plots import KINDS, figure
 from tbbn.errors import UserError
 
 UP, DOWN = [[1.0], [0.5, 0.7]], [[0.8], [0.3, 0.5]]
@@ -62,9 +62,9 @@ def test_runs_without_a_task_give_an_empty_picture_not_an_error(kind: str, tmp_p
 
 
 def test_the_file_is_of_the_format_its_name_says(tmp_path: Path) -> None:
-    assert accuracy_curves([record(UP)], tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert save_figure(figure([record(UP)]), tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(UserError, match=r"the picture must end in .*\.svg.*, got '\.doc'\."):
-        accuracy_curves([record(UP)], tmp_path / "x.doc")
+        save_figure(figure([record(UP)]), tmp_path / "x.doc")
 
 
 def test_an_unknown_kind_names_the_nearest() -> None:
@@ -82,7 +82,7 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path, monkey
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match=r"plots need matplotlib; pip install 'tbbn\[bench\]'\."):
-        accuracy_curves([record(UP)], tmp_path / "x.png")
+        save_figure(figure([record(UP)]), tmp_path / "x.png")
 
 
 def test_colour_is_the_method_line_the_norm_and_marker_the_rest() -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from tbbn.bench.cli.common import Command
-from tbbn.bench.cli.train import add_progress_options, train
+from tbbn.bench.cli.engines import LOCAL
+from tbbn.bench.cli.train import train
 
 
 def add(command: Command) -> None:
     line = "The mechanism, the bench at work and the result on CIFAR-100, in about a minute."
     made = command("demo", _demo, line, "tbbn demo --out /tmp/demo")
     made.add_argument("--out", default="runs", help="folder of all runs (default: runs)")
-    add_progress_options(made, lanes="1")
+    made.add_argument("--quiet", action="store_true", help="hide progress")
+    made.set_defaults(lanes="1", time_limit=None, log="", **LOCAL)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -52,7 +55,7 @@ def _digits(folder: Path, args: argparse.Namespace) -> int:
     runs = expand(layers, axes, folder / "demo")
     code, records = train(runs, args, recipe=recipe_text(layers, axes))
     table = summary_table(records)
-    print(type(table)(table.header, table.rows, align=table.align).render("text"))
+    print(replace(table, notes=()).render("text"))
     print("\nIt works here. No difference is to be expected: the digits are easy, and both norms learn them.\n")
     return code
 

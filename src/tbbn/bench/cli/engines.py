@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tbbn.bench.runs.pending import PendingRun
 
 _PACKAGES = {"ray": "ray", "slurm": "submitit"}  # what an engine imports
+LOCAL: dict[str, Any] = {"engine": "local", "address": None, "workers": None, "job": []}  # where nothing is asked for
 _FOR = {"address": ("ray",), "workers": ("ray", "slurm"), "job": ("slurm",)}  # the engines that an option is for
 
 

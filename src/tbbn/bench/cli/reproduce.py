@@ -146,13 +146,17 @@ def _announce(table: PaperTable, runs: list[PendingRun], folder: Path, *, measur
 def _show(
     args: argparse.Namespace, table: PaperTable, records: list[Record], folder: Path, given: dict[str, Any]
 ) -> None:
-    from tbbn.paper.figures import draw
+    from tbbn.bench.report.figures import save_figure
+    from tbbn.bench.report.plots import figure
     from tbbn.paper.published import compare
 
     stamp = _stamp(args)
     if args.name in FIGURES:
-        folder.mkdir(parents=True, exist_ok=True)
-        print(stamp + printable(str(draw(args.name, records, folder / f"{args.name}.png", title=stamp))))
+        finished = [record for record in records if record.status == "finished"]
+        if not finished:
+            raise UserError("no finished run to draw.")
+        kind = "accuracy" if args.name == "fig-curves" else "errors"
+        print(stamp + printable(str(save_figure(figure(finished, kind, stamp), folder / f"{args.name}.png"))))
         return
     print(f"{stamp}{table.title}\n")
     print(compare(table, records, given).render(args.format) + "\n")
@@ -181,7 +185,6 @@ def _toy(out: Path) -> int:
     from tbbn.paper import toy
 
     outcomes = toy.toy()
-    out.mkdir(parents=True, exist_ok=True)
     print(toy.table(outcomes))
     print(f"\nfigure: {toy.plot(outcomes, out / 'fig-toy.png')}")
     return 0

@@ -226,7 +226,8 @@ def train(
 
 
 def _print_results(runs: list[PendingRun], records: list[Record], folder: Path, as_json: bool) -> None:
-    from tbbn.bench.report.plots import accuracy_curves
+    from tbbn.bench.report.figures import save_figure
+    from tbbn.bench.report.plots import figure
     from tbbn.bench.report.tables import summary_table
 
     if as_json:
@@ -235,7 +236,7 @@ def _print_results(runs: list[PendingRun], records: list[Record], folder: Path, 
         print(summary_table(records).render("text") + "\n")
         print(printable(f"details of a run: tbbn show {runs[0].directory}"))
     try:
-        picture = accuracy_curves(records, folder / "accuracy.png")
+        picture = save_figure(figure(records), folder / "accuracy.png")
     except (UserError, OSError) as error:  # the runs are done and their results printed: no picture is not a failure
         reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
         print(printable(f"no picture: {reason}"), file=sys.stderr)

@@ -141,15 +141,14 @@ class CosineHead(Head):
 class ProxyHead(Head):
     """PODNet's local similarity classifier (Douillard et al., 2020): `n_proxies` weight vectors per class.
 
-    With s_k = -|f/|f| - w_k/|w_k||^2 = 2 cos(f, w_k) - 2 the similarity of a class is sum_k softmax_k(gamma s)_k s_k;
+    With s_k = -|f/|f| - w_k/|w_k||^2 = 2 cos(f, w_k) - 2 the similarity of a class is sum_k softmax(s)_k s_k;
     logit = eta * similarity, eta learnable, initially 1. `weights[t]` is (classes, `n_proxies`, D). With a `scale`, features and
     proxies have this length instead of 1, so s_k is `scale`^2 times as large, and eta is not meant to be trained.
     """
 
-    def __init__(self, n_features: int, n_proxies: int = 10, gamma: float = 1.0, scale: float = 0.0) -> None:
+    def __init__(self, n_features: int, n_proxies: int = 10, scale: float = 0.0) -> None:
         super().__init__(n_features)
         self.n_proxies = n_proxies
-        self.gamma = gamma
         self.scale = scale
         self.eta = nn.Parameter(torch.ones(()))
 
@@ -172,5 +171,5 @@ class ProxyHead(Head):
         near = near.unflatten(1, (-1, self.n_proxies))
         if self.scale:
             near = self.scale**2 * near
-        similarity = (near * (self.gamma * near).softmax(2)).sum(2)
+        similarity = (near * near.softmax(2)).sum(2)
         return self.eta * similarity, similarity

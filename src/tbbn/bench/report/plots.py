@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tbbn.bench.engine.record import Record
 from tbbn.bench.report.curves import accuracy_panels, forgetting_panels, gain_panels
 from tbbn.bench.report.errors import errors_panels
-from tbbn.bench.report.figures import Panel, figure_of, save_figure
+from tbbn.bench.report.figures import Panel, figure_of
 from tbbn.bench.report.groups import Group, groups
 from tbbn.bench.report.matrices import matrix_panels
 from tbbn.bench.report.pairs import pairs
@@ -32,8 +31,3 @@ def figure(records: Sequence[Record], kind: str = "accuracy", title: str = "") -
     if kind not in KINDS:
         raise unknown_name("kind of figure", kind, KINDS)
     return figure_of(KINDS[kind](groups(records)), title)
-
-
-def accuracy_curves(records: Sequence[Record], path: str | Path) -> Path:
-    """Draw the accuracy after each task into a file."""
-    return save_figure(figure(records), path)
