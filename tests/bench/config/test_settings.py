@@ -157,3 +157,60 @@ DEFAULTS: dict[str, Any] = {
 
 def test_every_default_is_the_one_written_here() -> None:
     assert {name: setting.default for name, setting in cfg.SETTINGS.items() if setting.default} == DEFAULTS
+
+
+# Docs and recipes rely on these words; a bound is a promise. Settings without an entry accept anything of their type.
+ACCEPTED = {
+    "protocol": "clean or paper",
+    "seed": "at least 0",
+    "precision": "fp32, tf32 or bf16",
+    "threads": "0 to 1024",
+    "data.unreadable": "fail or skip",
+    "data.split": "at least 0 and below 1",
+    "data.size": "0 to 4096",
+    "data.crop": "0 to 4096",
+    "data.tasks": "1 to 1048576",
+    "data.stop_after": "0 to 1048576",
+    "data.base_classes": "0 to 1048576",
+    "data.class_order_seed": "-1 to 4294967295",
+    "data.validation": "at least 0 and below 1",
+    "data.stream": "auto, yes or no",
+    "data.test": "all or whole-batches",
+    "data.validate": "all or whole-batches",
+    "memory.budget": "0 to 2147483648",
+    "memory.rounding": "floor or ceil",
+    "memory.selection": "herding, random, entropy, distance or reservoir",
+    "memory.shrink": "truncate or reselect",
+    "batch.size": "2 to 1048576",
+    "batch.length": "longer, current or memory",
+    "batch.last": "short or drop",
+    "batch.forward": "joint or separate",
+    "batch.current_from": "task or union",
+    "batch.memory_from": "all or past",
+    "batch.evaluation": "1 to 1048576",
+    "train.epochs": "1 to 1048576",
+    "train.optimizer": "sgd, adam or adamw",
+    "train.lr": "positive and at most 3.4e+38",
+    "train.momentum": "0 to 3.4e+38",
+    "train.betas": "at least 0 and below 1",
+    "train.weight_decay": "0 to 3.4e+38",
+    "train.schedule": "multistep, cosine or constant",
+    "train.warmup": "0 to 1048576",
+    "train.milestones": "0 to 1",
+    "train.gamma": "positive and at most 3.4e+38",
+    "train.clip_norm": "0 to 3.4e+38",
+    "train.clip_value": "0 to 3.4e+38",
+    "train.keep": "last or best",
+    "train.first.epochs": "0 to 1048576",
+    "train.first.lr": "0 to 3.4e+38",
+    "train.first.weight_decay": "-1 to 3.4e+38",
+    "train.first.schedule": "same, multistep, cosine or constant",
+    "train.first.milestones": "0 to 1",
+    "train.first.gamma": "0 to 3.4e+38",
+    "save.tasks": "small, all or none",
+}
+
+
+def test_what_every_setting_accepts() -> None:
+    found = {name: setting.accepts for name, setting in cfg.SETTINGS.items() if setting.accepts and name != "quirks"}
+    assert found == ACCEPTED
