@@ -20,6 +20,8 @@ from tbbn.errors import UserError
         ({"norm.name": "gn", "norm.groups": 7}, r"gn: groups=7 does not divide 32 channels"),
         ({"norm.name": "gn", "norm.groups": "x"}, r"^norm 'gn': groups must be a whole number \(default 16\), got 'x'"),
         ({"norm.groups": 8}, r"unknown option of norm 'bn': 'groups'"),
+        ({"norm.name": "tbbn", "norm.sync": True}, r"unknown option of norm 'tbbn': 'sync'"),
+        ({"norm.name": "gn", "norm.skip": "x"}, r"unknown option of norm 'gn': 'skip'"),
         ({"method.name": "eil"}, r"unknown method 'eil'; .*Did you mean 'eeil'\?"),
         ({"method.name": "eeil", "method.kdd": 1}, r"unknown option of method 'eeil': 'kdd'; .*Did you mean 'kd'\?"),
         ({"method.kd": 1}, r"'ft' takes no options, got 'kd'"),

@@ -22,6 +22,7 @@ from tbbn.bench.models import backbone
 from tbbn.errors import UserError
 from tbbn.nn import convert, is_balanced
 from tbbn.nn.convert import is_norm
+from tbbn.options import checked_options
 from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, NORMS
 
 
@@ -113,7 +114,9 @@ def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *register
         )
     try:
         with NORMS.blame(norm.name):
-            convert(body, norm.name, **norm.dict()).train()(images)
+            # `convert` would take `sync` and `skip`, which are no options of a norm, for arguments of its own.
+            options = checked_options(f"norm {norm.name!r}", NORMS.options(norm.name), norm.dict())
+            convert(body, norm.name, **options).train()(images)
     except TypeError as error:
         raise UserError(f"norm {norm}: an option has a value of the wrong type: {error}.") from None
     except (ArithmeticError, AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
