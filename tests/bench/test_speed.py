@@ -109,3 +109,17 @@ def test_a_step_is_timed_with_the_precision_of_a_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(speed, "time_interleaved", lambda works, device, seconds: {name: [1.0] for name in works})
     assert speed.time_step("small", ("bn",), "tf32", 8, CPU)["bn"] == {"ms": 1e3}
     assert inside == ["tf32", "out"]
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(30.0, 2), (0.5, 5), (1e-3, 51)])
+def test_a_step_is_timed_within_seconds_however_slow_it_is(seconds, calls, monkeypatch):
+    done = []
+    monkeypatch.setattr(speed, "step_work", lambda *_: lambda: done.append(1))
+
+    def clock(work, n):
+        for _ in range(n):
+            work()
+        return seconds
+
+    monkeypatch.setattr(speed, "device_clock", lambda device: clock)
+    assert speed.step_seconds("small", "bn", "fp32", 8, CPU) == seconds and len(done) == calls

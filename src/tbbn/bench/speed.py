@@ -23,7 +23,7 @@ from tbbn.bench.engine import Event, run_lanes
 from tbbn.bench.engine.events import EpochEnded, Stepped
 from tbbn.bench.engine.torch_settings import torch_settings
 from tbbn.bench.models import backbone
-from tbbn.bench.timing import Work, captured, copy_bandwidth, median_ratio, peak_memory, time_interleaved
+from tbbn.bench.timing import Work, captured, copy_bandwidth, device_clock, median_ratio, peak_memory, time_interleaved
 from tbbn.nn import convert
 from tbbn.registry import NORMS
 
@@ -161,6 +161,15 @@ def time_step(name: str, norms: Sequence[str], precision: str, size: int, device
     for norm, seconds in times.items():
         row[norm] = {"ms": 1e3 * median(seconds)} | _relative(norm, times, peaks)
     return row
+
+
+def step_seconds(name: str, norm: str, precision: str, size: int, device: torch.device, limit: float = 2.0) -> float:
+    """The time of a step, from as many steps as ``limit`` seconds hold, but at least two: the first warms up."""
+    clock = device_clock(device)
+    with torch_settings(resolve(("speed", {"precision": precision, "device": device.type})), device):
+        work = captured(step_work(name, norm, precision, size, device), device)
+        first = clock(work, 1)
+        return clock(work, min(50, max(1, int(limit / first))))
 
 
 # -- Runs in parallel lanes -------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ import torch
 
 from tbbn.bench.engine.forecast import forecast
 from tbbn.bench.models import backbone
+from tbbn.bench.report.cost import duration
 from tbbn.bench.runs.pending import PendingRun
 from tbbn.bench.runs.state import SMALL
-from tbbn.bench.speed import time_step
+from tbbn.bench.speed import step_seconds
 
 
 def effort(runs: Sequence[PendingRun], *, measure: bool = True) -> str:
@@ -25,22 +26,11 @@ def effort(runs: Sequence[PendingRun], *, measure: bool = True) -> str:
     if measure:
         device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
         size = config.data.crop or config.data.size or 32
-        row = time_step(config.backbone, [config.norm.name], config.precision, size, device)
-        milliseconds = row.get(config.norm.name, row["bn"])["ms"]
-        words += f", about {_hours(len(runs) * steps * milliseconds / 1000)} one after another ({milliseconds:.2f} ms a step)"
+        seconds = step_seconds(config.backbone, config.norm.name, config.precision, size, device)
+        words += f", about {duration(len(runs) * steps * seconds)} one after another ({1000 * seconds:.2f} ms a step)"
     state = sum(t.nbytes for t in backbone(config.backbone).state_dict().values())
     kept = 8 + (2 * config.data.tasks if state <= SMALL else 0)  # two checkpoints of a network, its teacher and more
     return f"{words}; at most {_size(len(runs) * kept * state)} on disk."
-
-
-def _hours(seconds: float) -> str:
-    """
-    >>> _hours(50), _hours(1800), _hours(40_000)
-    ('50 s', '30 min', '11.1 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _size(count: float) -> str:
