@@ -164,7 +164,7 @@ def test_what_cannot_be_exported_is_one_line(
 def test_a_task_whose_network_is_not_saved_is_named(tmp_path: Path, capsys: Capture) -> None:
     run_saved(tiny(save__tasks="none", train__epochs=1), tmp_path / "run")
     said = mistake(capsys, "export", str(tmp_path / "run"), "--task", "1")
-    assert "the network after task 1 is not saved; runs with save.tasks = 'all' keep one after each task" in said
+    assert "the network after task 1 is not saved; --save.tasks all keeps it for every task" in said
 
 
 def test_two_numbers_that_round_alike_may_change_places() -> None:

@@ -23,19 +23,11 @@ def run_after(folder: str | Path, task: int | None = None) -> Run:
         raise UserError(
             f"{directory}: has learnt {len(record.accuracy)} tasks; there is no task {wanted + 1} to look at."
         )
-    for name in (checkpoint.task_file(wanted + 1), checkpoint.NEWEST):
-        if not (directory / name).exists():
-            continue
-        values, tensors = checkpoint.read(directory / name)
-        if Position(**values["position"]) != Position(wanted + 1):
-            continue
-        run = Run(same_place(record))
-        weights = {key: tensor.to(run.device) for key, tensor in checkpoint.section(tensors, "network").items()}
-        run.network.restore(weights, values["task_sizes"])
-        run.network.eval()
-        run.memory.load_state_dict(checkpoint.section(tensors, "memory"))
-        run.position, run.record = Position(wanted + 1), record
-        return run
-    raise UserError(
-        f"{directory}: the network after task {wanted + 1} is not saved; --save.tasks all keeps it for every task."
-    )
+    values, tensors = checkpoint.after_task(directory, wanted + 1)
+    run = Run(same_place(record))
+    weights = {key: tensor.to(run.device) for key, tensor in checkpoint.section(tensors, "network").items()}
+    run.network.restore(weights, values["task_sizes"])
+    run.network.eval()
+    run.memory.load_state_dict(checkpoint.section(tensors, "memory"))
+    run.position, run.record = Position(wanted + 1), record
+    return run

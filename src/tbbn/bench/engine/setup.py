@@ -167,18 +167,30 @@ def make_network(
 
     With ``sync``, norms take their statistics over all ranks; an error says if the config's norm cannot.
     """
-    channels, *size = image_shape(config, source)
+    weights = seeds.generator(config.seed, "weights")
+    network = build_network(config, method, image_shape(config, source), weights, sync=sync)
+    accelerate(network.backbone, device)
+    return network.to(device).to(memory_format=memory_format_of(config, device))  # type: ignore[call-overload]
+
+
+def build_network(
+    config: RunConfig,
+    method: Method,
+    shape: tuple[int, int, int],
+    generator: torch.Generator | None = None,
+    *,
+    sync: bool = False,
+) -> Network:
+    """The config's backbone with its norm for images of this shape, and the method's head without classes."""
     body = backbone(
         config.backbone,
-        in_channels=channels,
+        in_channels=shape[0],
         last_relu=method.last_relu,
-        generator=seeds.generator(config.seed, "weights"),
-        image_size=(size[0], size[1]),
+        generator=generator,
+        image_size=shape[1:],
     )
     _convert(body, config, sync)
-    accelerate(body, device)
-    network = Network(body, method.make_head(body.n_features)).to(device)
-    return network.to(memory_format=memory_format_of(config, device))  # type: ignore[call-overload]
+    return Network(body, method.make_head(body.n_features))
 
 
 def _convert(module: nn.Module, config: RunConfig, sync: bool) -> None:

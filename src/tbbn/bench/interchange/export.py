@@ -19,11 +19,11 @@ from tbbn.bench.config import resolve
 from tbbn.bench.data.augment import evaluation_view, normalise
 from tbbn.bench.engine.plugins import require_plugins
 from tbbn.bench.engine.record import Record, digest
-from tbbn.bench.engine.setup import load_source, method_of, outline_source
+from tbbn.bench.engine.setup import build_network, load_source, method_of, outline_source
 from tbbn.bench.files import file_sha256, folder_writer, read_limited
 from tbbn.bench.interchange.card import model_card
 from tbbn.bench.runs.record import load_record
-from tbbn.bench.runs.trained import TrainedNetwork, fresh_network, load_trained
+from tbbn.bench.runs.trained import TrainedNetwork, load_trained
 from tbbn.errors import UserError
 from tbbn.nn import revert
 
@@ -108,7 +108,7 @@ def load_export(folder: str | Path) -> TrainedNetwork:
     config = resolve(("model.json", about["config"]))
     require_plugins(config, about["plugins"], str(folder))
     shape = about["shape"]
-    network = fresh_network(config, (shape[0], shape[1], shape[2]))
+    network = build_network(config, method_of(config), (shape[0], shape[1], shape[2]))
     with suppress(UserError):  # a norm that is not batch norm in eval mode stays what it is
         revert(network)
     network.restore(load_file(Path(folder) / WEIGHTS), about["task_sizes"])

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tbbn.bench.engine.events import Position
 from tbbn.bench.files import NO_SEAL, read_limited, seal, seal_problem, temporary_path, write_atomic
 from tbbn.errors import UserError
 
@@ -83,6 +84,25 @@ def load(directory: Path, *, repair: bool = False) -> tuple[dict[str, Any], dict
     if problems:
         raise UserError(" ".join(problems) + " Delete the folder of the run to start again.")
     return None
+
+
+def after_task(directory: Path, n_tasks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The saved state of a run that has learnt this many tasks and not begun the next."""
+    problem = ""
+    for name in (task_file(n_tasks), *CANDIDATES):
+        if not (directory / name).exists():
+            continue
+        try:
+            state, tensors = read(directory / name)
+        except UserError as error:
+            problem = problem or str(error)
+            continue
+        if Position(**state["position"]) == Position(n_tasks):
+            return state, tensors
+    raise UserError(
+        problem
+        or f"{directory}: the network after task {n_tasks} is not saved; --save.tasks all keeps it for every task."
+    )
 
 
 class OtherSchema(UserError):

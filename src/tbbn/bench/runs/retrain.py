@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,25 +81,15 @@ def _weights(record: Record, run: Run, task: int, directory: Path, after: str, e
     mine = run.network.state_dict()
     if digest(mine) == record.weights[task]:
         return Finding(f"weights {after}")
-    theirs = _stored_weights(directory, task)
+    theirs: dict[str, Tensor] = {}
+    with suppress(UserError):  # they may not be saved
+        theirs = checkpoint.section(checkpoint.after_task(directory, task + 1)[1], "network")
     how = "they differ"
-    if theirs is not None and theirs.keys() == mine.keys():
+    if theirs.keys() == mine.keys():
         apart = {k: (mine[k].cpu().double() - theirs[k].double()).abs().max().item() for k in mine if mine[k].numel()}
         worst = max(apart, key=lambda name: apart[name])
         how = f"they differ by up to {apart[worst]:.2g}, in {worst}"
     return Finding(f"weights {after}", f"{how}; {explanation}")
-
-
-def _stored_weights(directory: Path, task: int) -> dict[str, Tensor] | None:
-    """The run's own weights after a task, if a file still has them."""
-    for name in (checkpoint.task_file(task + 1), checkpoint.NEWEST, checkpoint.PREVIOUS):
-        try:
-            found, tensors = checkpoint.read(directory / name)
-        except UserError:
-            continue
-        if Position(**found["position"]) == Position(task + 1):
-            return checkpoint.section(tensors, "network")
-    return None
 
 
 def _loss_difference(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:

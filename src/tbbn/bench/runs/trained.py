@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tbbn.bench.config import RunConfig
 from tbbn.bench.data.augment import evaluation_view, normalise
-from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.plugins import require_plugins
 from tbbn.bench.engine.record import Record, digest
-from tbbn.bench.engine.setup import data_facts, image_shape, load_source, method_of
+from tbbn.bench.engine.setup import build_network, data_facts, image_shape, load_source, method_of
 from tbbn.bench.methods import Method
-from tbbn.bench.models import Network, backbone
+from tbbn.bench.models import Network
 from tbbn.bench.runs import checkpoint
 from tbbn.errors import UserError
-from tbbn.nn import convert, revert
+from tbbn.nn import revert
 
 
 class TrainedNetwork(nn.Module):
@@ -83,35 +81,16 @@ def load_trained(record: Record, directory: Path, after: int | None = None) -> T
     """The network in a run's newest checkpoint, or the one ``after`` that many tasks."""
     config = record.run_config
     require_plugins(config, record.plugins, str(directory))
-    found = checkpoint.load(directory) if after is None else _state_after(directory, after)
+    found = checkpoint.load(directory) if after is None else checkpoint.after_task(directory, after)
     if found is None:
         raise UserError(f"{directory}: no checkpoint here, so there is no network to load.")
     state, tensors = found
     shape = record.data.get("shape") or image_shape(config, load_source(config, download=False))
-    network, weights = fresh_network(config, (shape[0], shape[1], shape[2])), checkpoint.section(tensors, "network")
+    network = build_network(config, method_of(config), (shape[0], shape[1], shape[2]))
+    weights = checkpoint.section(tensors, "network")
     if after is not None and digest(weights) != record.weights[after - 1]:
         raise UserError(
             f"{directory}: the saved weights are not those of the record after task {after}; see tbbn verify."
         )
     network.restore(weights, state["task_sizes"])
     return trained(record, network)
-
-
-def fresh_network(config: RunConfig, shape: tuple[int, int, int]) -> Network:
-    """A network of a config for images of this shape, with its norm and a head without classes."""
-    method = method_of(config)
-    body = backbone(config.backbone, in_channels=shape[0], last_relu=method.last_relu, image_size=shape[1:])
-    convert(body, config.norm.name, **config.norm.dict())
-    return Network(body, method.make_head(body.n_features))
-
-
-def _state_after(directory: Path, n_tasks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The saved state of a run that has learnt this many tasks and not begun the next."""
-    newest = checkpoint.load(directory)
-    if newest is not None and Position(**newest[0]["position"]) == Position(n_tasks):
-        return newest
-    if (file := directory / checkpoint.task_file(n_tasks)).exists():
-        return checkpoint.read(file)
-    raise UserError(
-        f"{directory}: the network after task {n_tasks} is not saved; runs with save.tasks = 'all' keep one after each task."
-    )
