@@ -37,9 +37,9 @@ def test_example_by_hand() -> None:
     assert metrics.average_accuracy(EXAMPLE) == pytest.approx((0.9 + 0.65 + 1.7 / 3) / 3)
     assert metrics.learning_accuracy(EXAMPLE) == pytest.approx((0.9 + 0.8 + 0.7) / 3)
     # Task 0 falls by 0.4 at worst, task 1 by 0.4, task 2 cannot.
-    assert metrics.forgetting(EXAMPLE) == pytest.approx(0.8 / 3)
+    assert metrics.forgetting(EXAMPLE, from_text=True) == pytest.approx(0.8 / 3)
     # Best earlier minus final: 0.9 - 0.6 and 0.8 - 0.4.
-    assert metrics.forgetting(EXAMPLE, paper=False) == pytest.approx(0.7 / 3)
+    assert metrics.forgetting(EXAMPLE) == pytest.approx(0.7 / 3)
     assert metrics.forgetting_past(EXAMPLE) == pytest.approx(0.7 / 2)  # the mean over the two past tasks
     assert metrics.backward_transfer(EXAMPLE) == pytest.approx((-0.3 - 0.4) / 2)
     assert metrics.final_accuracy(EXAMPLE, WEIGHTS) == pytest.approx((2.4 + 0.4 + 0.7) / 6)
@@ -48,8 +48,8 @@ def test_example_by_hand() -> None:
 
 def test_history_forgetting_remembers_a_peak_after_learning() -> None:
     rows = [[0.5], [0.9, 1.0], [0.7, 1.0, 1.0]]
-    assert metrics.forgetting(rows) == pytest.approx((0.5 - 0.7) / 3)
-    assert metrics.forgetting(rows, paper=False) == pytest.approx((0.9 - 0.7) / 3)
+    assert metrics.forgetting(rows, from_text=True) == pytest.approx((0.5 - 0.7) / 3)
+    assert metrics.forgetting(rows) == pytest.approx((0.9 - 0.7) / 3)
 
 
 def test_one_task_forgets_nothing() -> None:
@@ -87,8 +87,8 @@ def test_metrics_match_the_formulas_counted_from_one(rows: list[list[float]]) ->
 @given(matrices())
 def test_forgetting_is_at_least_learning_minus_final(rows: list[list[float]]) -> None:
     least = metrics.learning_accuracy(rows) - metrics.final_accuracy(rows)
+    assert metrics.forgetting(rows, from_text=True) >= least - 1e-12
     assert metrics.forgetting(rows) >= least - 1e-12
-    assert metrics.forgetting(rows, paper=False) >= least - 1e-12
 
 
 @given(matrices())
@@ -96,7 +96,7 @@ def test_both_forgettings_agree_when_accuracy_only_falls(rows: list[list[float]]
     for t in range(1, len(rows)):
         for i in range(t):
             rows[t][i] = min(rows[t][i], rows[t - 1][i])
-    assert metrics.forgetting(rows) == pytest.approx(metrics.forgetting(rows, paper=False), abs=1e-12)
+    assert metrics.forgetting(rows, from_text=True) == pytest.approx(metrics.forgetting(rows), abs=1e-12)
 
 
 @given(matrices(), st.integers(1, 9))

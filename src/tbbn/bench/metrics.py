@@ -84,23 +84,23 @@ def average_accuracy(accuracy: Matrix, weights: Sequence[float] | None = None) -
     return fsum(_mean(row, weights) for row in accuracy) / len(accuracy)
 
 
-def forgetting(accuracy: Matrix, *, paper: bool = True) -> float:
+def forgetting(accuracy: Matrix, *, from_text: bool = False) -> float:
     """F: mean drop in accuracy on a task since it was learnt, over all T tasks. The last task counts as 0.
 
-    `paper=False` is what the paper's code computes and its tables hold: from the best earlier accuracy to the final one,
-    max_{t<T} a[t][i] - a[T][i]. `paper=True` is the formula of the paper's text, F_text: the largest drop below the accuracy
+    It is what the paper's code computes and its tables hold: from the best earlier accuracy to the final one,
+    max_{t<T} a[t][i] - a[T][i]. `from_text=True` is the formula of the paper's text, F_text: the largest drop below the accuracy
     right after learning, max_{t>i} (a[i][i] - a[t][i]). They agree when accuracy only falls. A task that only improves is
     negative.
 
     >>> rows = [[0.5], [0.25, 1.0], [0.375, 0.5, 1.0]]
-    >>> forgetting(rows), forgetting(rows, paper=False)
-    (0.25, 0.20833333333333334)
+    >>> forgetting(rows), forgetting(rows, from_text=True)
+    (0.20833333333333334, 0.25)
     """
     _checked(accuracy)
     last = len(accuracy) - 1
     drops = []
     for i in range(last):
-        if paper:
+        if from_text:
             drops.append(accuracy[i][i] - min(accuracy[t][i] for t in range(i + 1, last + 1)))
         else:
             drops.append(max(accuracy[t][i] for t in range(i, last)) - accuracy[last][i])
@@ -116,7 +116,7 @@ def forgetting_past(accuracy: Matrix) -> float:
     0.75
     """
     n_past = len(accuracy) - 1
-    return forgetting(accuracy, paper=False) * len(accuracy) / n_past if n_past > 0 else 0.0
+    return forgetting(accuracy) * len(accuracy) / n_past if n_past > 0 else 0.0
 
 
 def learning_accuracy(accuracy: Matrix) -> float:
@@ -181,8 +181,8 @@ def summary(
     metrics = {
         "final_accuracy": final_accuracy(accuracy),
         "average_accuracy": average_accuracy(accuracy),
-        "forgetting_history": forgetting(accuracy, paper=False),
-        "forgetting": forgetting(accuracy),
+        "forgetting_history": forgetting(accuracy),
+        "forgetting": forgetting(accuracy, from_text=True),
         "forgetting_past": forgetting_past(accuracy),
         "learning_accuracy": learning_accuracy(accuracy),
         "backward_transfer": backward_transfer(accuracy),

@@ -6,39 +6,45 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from math import nan, sqrt
 
 from tbbn.bench.metrics import average_accuracy, final_accuracy, forgetting, learning_accuracy
+from tbbn.bench.report.pairs import difference
 from tbbn.bench.report.table import Table
+from tbbn.bench.report.tables import percent
 from tbbn.paper.published import find_tables
 
 Matrix = list[list[float]]
 METRICS: dict[str, Callable[[Matrix], float]] = {
     "A_f": final_accuracy,
     "A_a": average_accuracy,
-    "F": partial(forgetting, paper=False),
+    "F": forgetting,
     "A_l": learning_accuracy,
 }
 
 
 @dataclass(frozen=True)
 class Paired:
-    """A number of two norms on the same seeds: their means, and the mean difference with its standard error."""
+    """A number of two norms on the same seeds, in percent, and what TBBN gains over batch norm."""
 
     bn: list[float]
     tbbn: list[float]
 
     @property
+    def gains(self) -> list[float]:
+        """For each seed."""
+        return [b - a for a, b in zip(self.bn, self.tbbn, strict=True)]
+
+    @property
     def gain(self) -> float:
-        return statistics.fmean(b - a for a, b in zip(self.bn, self.tbbn, strict=True))
+        return statistics.fmean(self.gains)
 
     @property
     def error(self) -> float:
         """Standard error of the gain; nan for a single seed."""
-        n = len(self.bn)
-        return nan if n == 1 else statistics.stdev(b - a for a, b in zip(self.bn, self.tbbn, strict=True)) / sqrt(n)
+        return statistics.stdev(self.gains) / sqrt(len(self.gains)) if len(self.gains) > 1 else nan
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,14 @@ class Measured:
         )
 
     def after(self, method: str, task: int) -> Paired:
-        """Mean accuracy in percent over the tasks seen so far, after this task (from 0)."""
+        """Mean accuracy over the tasks seen so far, after this task (from 0)."""
         return self._paired(method, lambda matrix: statistics.fmean(matrix[task]))
 
     def new_task(self, method: str, task: int) -> Paired:
-        """Accuracy in percent on the task just learnt."""
+        """Accuracy on the task just learnt."""
         return self._paired(method, lambda matrix: matrix[task][task])
 
     def metric(self, method: str, name: str) -> Paired:
-        """A metric in percent."""
         return self._paired(method, METRICS[name])
 
     def _paired(self, method: str, number: Callable[[Matrix], float]) -> Paired:
@@ -97,8 +102,8 @@ def gains_by_task(experiment: Measured, method: str = "ft") -> Table:
     rows = []
     for task in range(tasks):
         all_seen, new = experiment.after(method, task), experiment.new_task(method, task)
-        cells = [f"{task + 1}", *(_mean(values) for values in (all_seen.bn, all_seen.tbbn)), _gain(all_seen)]
-        rows.append((*cells, f"{statistics.fmean(new.bn):.1f}", f"{statistics.fmean(new.tbbn):.1f}"))
+        cells = [f"{task + 1}", _mean(all_seen.bn), _mean(all_seen.tbbn), difference(all_seen.gains)]
+        rows.append((*cells, _mean([statistics.fmean(new.bn)]), _mean([statistics.fmean(new.tbbn)])))
     header = ("after task", "bn %", "tbbn %", "gain (standard error)", "new task: bn", "tbbn")
     return Table(
         header, tuple(rows), (f"Mean accuracy over the tasks seen so far, {len(seeds)} seeds, real CIFAR-100.",)
@@ -112,7 +117,8 @@ def gains(experiments: dict[str, Measured]) -> Table:
         for method in experiment.methods:
             pairs = [experiment.metric(method, name) for name in METRICS]
             n = str(len(experiment.seeds(method)))
-            rows.append((experiment.title, method, n, _mean(pairs[0].bn), _mean(pairs[0].tbbn), *map(_gain, pairs)))
+            cells = [_mean(pairs[0].bn), _mean(pairs[0].tbbn), *(difference(pair.gains) for pair in pairs)]
+            rows.append((experiment.title, method, n, *cells))
     header = ("protocol", "method", "seeds", "bn A_f", "tbbn A_f", *(f"gain {name}" for name in METRICS))
     return Table(header, tuple(rows), align="ll" + "r" * (len(header) - 2))
 
@@ -126,7 +132,11 @@ def beside_paper(experiment: Measured) -> Table:
     for label, ours, theirs in (
         ("bn", [_mean(pair.bn) for pair in pairs.values()], list(paper["bn"].values())),
         ("tbbn", [_mean(pair.tbbn) for pair in pairs.values()], list(paper["tbbn"].values())),
-        ("gain", [_gain(p) for p in pairs.values()], [paper["tbbn"][m] - paper["bn"][m] for m in METRICS]),
+        (
+            "gain",
+            [difference(pair.gains) for pair in pairs.values()],
+            [paper["tbbn"][m] - paper["bn"][m] for m in METRICS],
+        ),
     ):
         rows.append((label, *(c for own, their in zip(ours, theirs, strict=True) for c in (own, f"{their:.2f}"))))
     header = ("", *(cell for name in METRICS for cell in (f"{name} ours", "paper")))
@@ -135,10 +145,5 @@ def beside_paper(experiment: Measured) -> Table:
     )
 
 
-def _mean(values: list[float]) -> str:
-    mean = f"{statistics.fmean(values):.1f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
-
-
-def _gain(pair: Paired) -> str:
-    return f"{pair.gain:+.1f}" if len(pair.bn) == 1 else f"{pair.gain:+.1f} ({pair.error:.1f})"
+def _mean(percents: list[float]) -> str:
+    return percent([value / 100 for value in percents])

@@ -28,7 +28,7 @@ def accuracy_after(accuracy: Matrix) -> list[float]:
 
 def forgetting_after(accuracy: Matrix) -> list[float]:
     """F of the tasks learnt so far, after each task from the second on."""
-    return [100 * forgetting(accuracy[: t + 1], paper=False) for t in range(1, len(accuracy))]
+    return [100 * forgetting(accuracy[: t + 1]) for t in range(1, len(accuracy))]
 
 
 @dataclass(frozen=True)
