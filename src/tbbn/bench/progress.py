@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, TextIO
 
-from tbbn.bench.config import RunConfig
 from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded
 from tbbn.bench.engine.record import Record
 from tbbn.bench.runs.pending import PendingRun
@@ -61,7 +60,7 @@ class RunLines(RunProgress):
     def event(self, run: PendingRun, event: Event) -> None:
         if isinstance(event, TaskEnded):
             seconds = self.clock() - self.started[run]
-            task = f"task {event.task + 1}/{_tasks(run.config)}"
+            task = f"task {event.task + 1}/{run.config.data.learnt_tasks}"
             self._print(f"  {_name(run)}: {task}, mean accuracy {_mean(event)} % ({seconds:.0f} s)")
         elif isinstance(event, EpochEnded) and self.clock() - self.last_line >= self.every:
             at, loss = event.position, event.losses.get("total", float("nan"))
@@ -87,7 +86,7 @@ class RunBars(RunProgress):
 
         self.bars = _rich_bars(TextColumn("{task.fields[count]}"), TextColumn("{task.fields[note]}"), transient=True)
         self.redraw, self.clock = redraw, clock
-        self.total = sum(_tasks(run.config) for run in runs)
+        self.total = sum(run.config.data.learnt_tasks for run in runs)
         many = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
         self.whole = self.bars.add_task(many, total=self.total, count=f"0/{self.total} tasks", note="")
         self.bar_of: dict[PendingRun, Any] = {}
@@ -121,7 +120,7 @@ class RunBars(RunProgress):
         if now - self.drawn.get(run, float("-inf")) < self.redraw and event.step < event.steps:
             return  # lanes do thousands of steps per second, and drawing a bar takes longer than enqueuing a step
         self.drawn[run] = now
-        at, tasks = event.position, _tasks(run.config)
+        at, tasks = event.position, run.config.data.learnt_tasks
         here = at.epoch + event.step / event.steps
         name = f"{_name(run)}: task {at.task + 1}/{tasks}" + ("" if event.phase == "train" else f" {event.phase}")
         count = f"{at.epoch + 1}/{event.epochs} epochs"
@@ -140,7 +139,7 @@ class RunBars(RunProgress):
             how = f"{record.seconds:.0f} s"
         else:
             how = "already finished" if record.status == "finished" else "not started"
-        self._advance(run, _tasks(run.config))
+        self._advance(run, run.config.data.learnt_tasks)
         state = "" if record.status == "finished" else f": {_ending(record)}"
         accuracy = f"A_f {100 * record.metrics['final_accuracy']:.1f} %" if record.accuracy else "no task finished"
         self.bars.console.print(f"{_name(run)}: {accuracy} ({how}){state}", highlight=False, markup=False)
@@ -169,10 +168,6 @@ def _name(run: PendingRun) -> str:
 
 def _ending(record: Record) -> str:
     return printable(f"{record.status}: {record.message}" if record.message else record.status)
-
-
-def _tasks(config: RunConfig) -> int:
-    return min(config.data.tasks, config.data.stop_after or config.data.tasks)
 
 
 def _mean(event: TaskEnded) -> str:

@@ -24,6 +24,7 @@ import torch
 
 from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded
 from tbbn.bench.engine.events import Position
+from tbbn.bench.engine.lanes import MAX_LANES
 from tbbn.bench.engine.loop import Stop
 from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.files import FolderInUse
@@ -38,7 +39,6 @@ from tbbn.plugins import failure
 
 BOARD = ".board"  # the folder of the board, beside the runs
 ATTEMPTS = 3  # at a run whose worker is lost, or that fails
-MOST_LANES = 16  # runs in a pack, where the number of lanes is not given
 _TALK = 0.5  # seconds between two messages of a run, and between two looks for the wish to stop
 _PATIENCE = 60.0  # seconds to wait for a folder that a dying worker still holds
 
@@ -339,5 +339,5 @@ def _split(todo: list[PendingRun], lanes: int | None, gpus: int | None) -> Itera
     """Packs of runs: as many as share a GPU, and one run each on CPUs, or where the number of GPUs is not known."""
     size = 1 if gpus == 0 else lanes
     if size is None:
-        size = min(MOST_LANES, -(-len(todo) // gpus)) if gpus else 1
+        size = min(MAX_LANES, -(-len(todo) // gpus)) if gpus else 1
     return (todo[i : i + size] for i in range(0, len(todo), size))

@@ -14,6 +14,7 @@ from typing import Any
 from tbbn.bench.config import RunConfig, Values, flatten, read_toml, resolve, to_dict
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
+from tbbn.bench.report.groups import WHERE
 from tbbn.bench.report.table import Table
 from tbbn.bench.runs.recipe import Axes, Layer, parse_choice, read_recipe
 from tbbn.errors import UserError, unknown_name
@@ -34,7 +35,7 @@ _IDENTITY = (
     "train.epochs", "train.keep",
 )  # fmt: skip
 _OURS = " (ours)"  # a row that the paper does not have
-_WHERE = ("seed", "device", "threads", "plugins", "data.root", "data.download", "data.stream", "save.tasks")
+_ALLOWED = ("seed", "plugins", *WHERE)  # settings in which runs may differ from the recipe
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _departures(recipe: dict[tuple[str, str], RunConfig], ours: dict[tuple[str, 
         expected = flatten(to_dict(recipe[key]))
         for record in members:
             for setting, value in flatten(to_dict(record.run_config)).items():
-                if setting not in _WHERE and expected.get(setting) != value:
+                if setting not in _ALLOWED and expected.get(setting) != value:
                     seen.setdefault(setting, set()).add(str(value))
     if seen:
         listed = "; ".join(f"{setting} = {' or '.join(sorted(values))}" for setting, values in sorted(seen.items()))

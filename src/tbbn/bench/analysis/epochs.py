@@ -86,12 +86,9 @@ def score_epochs(config: RunConfig, on_event: Callable[[Event], None] | None = N
 
 def _score(run: Run, event: EpochEnded) -> EpochScore:
     task = run.scenario.tasks[event.position.task]
-    was_training = run.network.training
-    run.network.eval()
     result = evaluate(task, run.config, run.scenario, run.method, run.network, run.test_data)
     new = _loss(run, task.validation)
     both = _loss(run, torch.cat([seen.validation for seen in run.scenario.tasks[: task.number + 1]]))
-    run.network.train(was_training)
     lr = float(run.record.history[-1]["lr"])
     return EpochScore(task.number, event.phase, event.position.epoch, lr, tuple(result.accuracy), new, both)
 

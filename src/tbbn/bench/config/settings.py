@@ -98,6 +98,11 @@ class DataConfig:
         choices=("all", "whole-batches"),
     )
 
+    @property
+    def learnt_tasks(self) -> int:
+        """How many tasks a run learns."""
+        return min(self.tasks, self.stop_after or self.tasks)
+
 
 @dataclass(frozen=True)
 class MemoryConfig:

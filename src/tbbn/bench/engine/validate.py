@@ -76,7 +76,7 @@ def _check_network(config: RunConfig, method: Method, shape: tuple[int, int, int
         raise UserError(
             f"method {config.method.name!r} needs a backbone that returns its stages; {config.backbone!r} returns features only."
         )
-    n_tasks = min(config.data.tasks, config.data.stop_after or config.data.tasks)
+    n_tasks = config.data.learnt_tasks
     if n_tasks > found.max_tasks:
         raise UserError(f"norm {config.norm}: max_tasks must be at least the {n_tasks} tasks, got {found.max_tasks}.")
     if found.takes_layout and config.batch.forward == "separate":

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tbbn
-from tbbn.bench.engine.record import Record
 from tbbn.bench.files import write_atomic
 from tbbn.bench.report.columns import METRIC, default_metrics
 from tbbn.bench.report.cost import cost_table, duration
 from tbbn.bench.report.curves import accuracy_panels, forgetting_panels, gain_panels
 from tbbn.bench.report.errors import errors_panels, errors_table
+from tbbn.bench.report.export import Runs
 from tbbn.bench.report.figures import Panel, figure_of, save_figure
 from tbbn.bench.report.groups import groups
 from tbbn.bench.report.matrices import matrix_panels
@@ -22,8 +22,6 @@ from tbbn.bench.report.svg import inline_svg
 from tbbn.bench.report.table import Table
 from tbbn.bench.report.tables import blocks_table
 from tbbn.errors import UserError, printable
-
-Runs = Mapping[Path, Record]  # by folder
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tbbn.bench.runs.finding import Finding, compare
 def status(record: Record) -> Finding:
     """Whether a finished run has learnt every task; needs no data set."""
     data = record.run_config.data
-    n_tasks, n_learnt = min(data.tasks, data.stop_after or data.tasks), len(record.accuracy)
+    n_tasks, n_learnt = data.learnt_tasks, len(record.accuracy)
     if record.status == "finished" and n_learnt != n_tasks:
         return Finding("status", f"the record says finished, but has {n_learnt} of {n_tasks} tasks.")
     if n_learnt > n_tasks:
