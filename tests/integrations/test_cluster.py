@@ -1,4 +1,4 @@
-"""Runs on a cluster: packs, lost workers, failed runs, mistakes and stopping. The cluster here is this process."""
+"""Runs on a cluster: bundles, lost workers, failed runs, mistakes and stopping. The cluster here is this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tbbn.bench.runs.recipe import RECIPE, Axes, recipe_text
 from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.sweep import run_all
 from tbbn.errors import UserError
-from tbbn.integrations.cluster import ATTEMPTS, BOARD, Pack, run_on, work
+from tbbn.integrations.cluster import ATTEMPTS, BOARD, Bundle, run_on, work
 
 TINY: dict[str, Any] = {
     "data.name": "synthetic:4x12x4x8",
@@ -49,16 +49,16 @@ class DoneJob:
 
 
 class Here:
-    """Does each pack when it is submitted; ``lose`` loses the workers of the first few, before or after their work."""
+    """Does each bundle when it is submitted; ``lose`` loses the workers of the first few, before or after their work."""
 
     def __init__(self, gpus: int | None = 0, lose: int = 0, after_work: bool = False) -> None:
         self.gpus, self.lose, self.after_work = gpus, lose, after_work
-        self.packs: list[Pack] = []
+        self.bundles: list[Bundle] = []
 
-    def submit(self, pack: Pack) -> DoneJob:
-        self.packs.append(pack)
-        is_lost = len(self.packs) <= self.lose
-        said = work(pack) if not is_lost or self.after_work else ""
+    def submit(self, bundle: Bundle) -> DoneJob:
+        self.bundles.append(bundle)
+        is_lost = len(self.bundles) <= self.lose
+        said = work(bundle) if not is_lost or self.after_work else ""
 
         def outcome() -> str:
             if is_lost:
@@ -94,7 +94,7 @@ def test_finished_runs_are_not_sent_out_again(tmp_path: Path) -> None:
     cluster = Here()
     ended: list[int] = []
     run_on(cluster, runs, on_end=lambda run, record: ended.append(run.config.seed))
-    assert [run.config.seed for pack in cluster.packs for run in pack.runs] == [1, 2]
+    assert [run.config.seed for bundle in cluster.bundles for run in bundle.runs] == [1, 2]
     assert ended == [0, 1, 2]
 
 
@@ -104,22 +104,22 @@ def test_a_finished_sweep_asks_nothing_of_the_cluster(gpus: int | None, tmp_path
     run_all(runs)
     cluster = Here(gpus=gpus)
     assert [record.status for record in run_on(cluster, runs, lanes=None)] == ["finished"] * 3
-    assert cluster.packs == [] and not (tmp_path / BOARD).exists()
+    assert cluster.bundles == [] and not (tmp_path / BOARD).exists()
 
 
 @pytest.mark.parametrize("after_work", [False, True], ids=["before", "after"])
-def test_a_pack_whose_worker_is_lost_goes_out_again(after_work: bool, tmp_path: Path) -> None:
+def test_a_bundle_whose_worker_is_lost_goes_out_again(after_work: bool, tmp_path: Path) -> None:
     cluster = Here(lose=2, after_work=after_work)
     records = run_on(cluster, pending(tmp_path, seeds=1))
     assert [record.status for record in records] == ["finished"]
-    assert len(cluster.packs) == (1 if after_work else 3)  # what the worker finished before it was lost counts
+    assert len(cluster.bundles) == (1 if after_work else 3)  # what the worker finished before it was lost counts
 
 
 def test_after_some_attempts_a_lost_run_has_failed(tmp_path: Path) -> None:
     cluster = Here(lose=99)
     (record,) = run_on(cluster, pending(tmp_path, seeds=1))
     assert (record.status, record.message) == ("failed", "its worker was lost (the node died)")
-    assert len(cluster.packs) == ATTEMPTS
+    assert len(cluster.bundles) == ATTEMPTS
 
 
 def test_a_run_that_fails_is_tried_again_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_a_run_that_fails_is_tried_again_from_its_checkpoint(tmp_path: Path, mon
         tasks.extend([event.task] if isinstance(event, TaskEnded) else [])
 
     (record,) = run_on(cluster, pending(tmp_path / "there", seeds=1), on_event=note)
-    assert record.status == "finished" and len(cluster.packs) == 2
+    assert record.status == "finished" and len(cluster.bundles) == 2
     assert tasks == [0, 1]  # the first task was not learnt again
     assert record.weights == load_record(tmp_path / "here").weights
 
@@ -173,7 +173,7 @@ def test_a_mistake_ends_the_sweep(tmp_path: Path) -> None:
     cluster = Here()
     with pytest.raises(UserError, match="/nowhere"):
         run_on(cluster, runs, workers=1)
-    assert len(cluster.packs) == 1
+    assert len(cluster.bundles) == 1
 
 
 def test_stopping_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
@@ -182,11 +182,11 @@ def test_stopping_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     stopping: list[bool] = []
 
     class Stops(Here):
-        def submit(self, pack: Pack) -> DoneJob:
-            if self.packs:  # the second run finds the wish to stop
-                (pack.board / "stop").touch()
+        def submit(self, bundle: Bundle) -> DoneJob:
+            if self.bundles:  # the second run finds the wish to stop
+                (bundle.board / "stop").touch()
                 stopping.append(True)
-            return super().submit(pack)
+            return super().submit(bundle)
 
     with pytest.raises(KeyboardInterrupt):
         run_on(Stops(), there, workers=1, stop=lambda: bool(stopping))
@@ -210,8 +210,8 @@ def test_a_worker_saves_its_run_when_it_is_asked_to_stop(tmp_path: Path, monkeyp
         self.ask_to_stop()
 
     monkeypatch.setattr(cluster.Board, "write", write_and_stop)
-    pack = Pack((run,), (0,), 1, board, Path.cwd(), 1, False)
-    assert work(pack) == ""
+    bundle = Bundle((run,), (0,), 1, board, Path.cwd(), 1, False)
+    assert work(bundle) == ""
     assert load_record(run.directory).status == "interrupted"
     assert (run.directory / "checkpoint.safetensors").exists()
 
@@ -228,10 +228,10 @@ def test_a_worker_saves_its_run_when_it_is_asked_to_stop(tmp_path: Path, monkeyp
         (4, 0, "auto", [1] * 7),
     ],
 )
-def test_packs(lanes: int | None, gpus: int | None, device: str, sizes: list[int], tmp_path: Path) -> None:
+def test_bundles(lanes: int | None, gpus: int | None, device: str, sizes: list[int], tmp_path: Path) -> None:
     cluster = Here(gpus=gpus, lose=99)
     run_on(cluster, pending(tmp_path, seeds=7, device=device), lanes=lanes)
-    first = cluster.packs[: len(sizes)]
-    assert [len(pack.runs) for pack in first] == sizes
-    assert all(pack.lanes == (lanes if pack.on_gpu else 1) for pack in first)
-    assert all(pack.on_gpu == (gpus != 0 and device == "auto") for pack in first)
+    first = cluster.bundles[: len(sizes)]
+    assert [len(bundle.runs) for bundle in first] == sizes
+    assert all(bundle.lanes == (lanes if bundle.on_gpu else 1) for bundle in first)
+    assert all(bundle.on_gpu == (gpus != 0 and device == "auto") for bundle in first)

@@ -17,7 +17,7 @@ from tbbn.bench.runs.sweep import run_all
 
 package("submitit")
 
-from tbbn.integrations.cluster import Pack, run_on  # noqa: E402
+from tbbn.integrations.cluster import Bundle, run_on  # noqa: E402
 from tbbn.integrations.slurm import LOGS, SlurmCluster, SlurmJob, Work, slurm_cluster  # noqa: E402
 
 SETTINGS: dict[str, Any] = {"data.name": "synthetic:6x40x5x8", "data.tasks": 3, "train.epochs": 20, "memory.budget": 12}
@@ -53,8 +53,8 @@ def test_a_killed_job_is_sent_again(tmp_path: Path) -> None:
     jobs: list[SlurmJob] = []
 
     class Remembers(SlurmCluster):
-        def submit(self, pack: Pack) -> SlurmJob:
-            jobs.append(super().submit(pack))
+        def submit(self, bundle: Bundle) -> SlurmJob:
+            jobs.append(super().submit(bundle))
             return jobs[-1]
 
     def kill_once(run: PendingRun, event: Event) -> None:
@@ -67,7 +67,7 @@ def test_a_killed_job_is_sent_again(tmp_path: Path) -> None:
 
 
 def test_a_job_can_be_queued_again(tmp_path: Path) -> None:
-    work = Work(Pack((), (), 1, tmp_path, tmp_path, 1, False))
+    work = Work(Bundle((), (), 1, tmp_path, tmp_path, 1, False))
     assert work.checkpoint().function is work
 
 

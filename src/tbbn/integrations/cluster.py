@@ -1,11 +1,11 @@
 """Many runs on many machines: what all clusters share.
 
-The machines share a file system, which holds the folders of the runs. Runs go out in packs: one process does a pack, its runs in
-lanes on one GPU. A worker does what ``tbbn sweep`` does on one machine, so the records are the same: it skips finished runs and
-resumes others from their checkpoint. A pack whose worker is lost, or whose run failed, is sent out again.
+The machines share a file system, which holds the folders of the runs. Runs go out in bundles: one process does a bundle, its runs
+in lanes on one GPU. A worker does what ``tbbn sweep`` does on one machine, so the records are the same: it skips finished runs
+and resumes others from their checkpoint. A bundle whose worker is lost, or whose run failed, is sent out again.
 
-Workers and the driver talk through files in a folder beside the runs, the :class:`Board`: events for the progress display in one
-direction, the wish to stop in the other.
+Workers and the driver talk through files in a folder beside the runs, the :class:`Board`. Workers write events, which the driver
+shows as progress. The driver writes a file that asks the workers to stop.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tbbn.plugins import failure
 
 BOARD = ".board"  # the folder of the board, beside the runs
 ATTEMPTS = 3  # at a run whose worker is lost, or that fails
-_TALK = 0.5  # seconds between two messages of a run, and between two looks for the wish to stop
+_TALK = 0.5  # seconds between two messages of a run, and between two looks at whether to stop
 _PATIENCE = 60.0  # seconds to wait for a folder that a dying worker still holds
 
 
 class Job(Protocol):
-    """A pack at work somewhere."""
+    """A bundle at work somewhere."""
 
     def done(self) -> bool: ...
 
@@ -52,22 +52,22 @@ class Job(Protocol):
         """What :func:`work` returned; raises if the worker is lost."""
 
     def drop(self) -> None:
-        """Do not start the pack, if it has not started yet."""
+        """Do not start the bundle, if it has not started yet."""
 
 
 class Cluster(Protocol):
-    """Where packs are sent."""
+    """Where bundles are sent."""
 
     @property
     def gpus(self) -> int | None:
         """How many there are; None: there are some, but it is not known how many."""
         ...
 
-    def submit(self, pack: Pack) -> Job: ...
+    def submit(self, bundle: Bundle) -> Job: ...
 
 
 @dataclass(frozen=True)
-class Pack:
+class Bundle:
     """Runs for one worker, and what the worker must know."""
 
     runs: tuple[PendingRun, ...]
@@ -127,10 +127,10 @@ def _event(kind: str, fields: dict[str, Any]) -> Event | str:
 
 
 class _Reporter:
-    """What a worker tells of its runs: every epoch and task, and a step now and then."""
+    """Writes a worker's events on the board: every epoch and task, and a step now and then. Reads whether to stop."""
 
-    def __init__(self, pack: Pack) -> None:
-        self.board, self.number = Board(pack.board), dict(zip(pack.runs, pack.numbers, strict=True))
+    def __init__(self, bundle: Bundle) -> None:
+        self.board, self.number = Board(bundle.board), dict(zip(bundle.runs, bundle.numbers, strict=True))
         self.told: dict[PendingRun, float] = {}
         self.looked, self.stopping = float("-inf"), False
 
@@ -154,23 +154,23 @@ class _Reporter:
         return self.stopping
 
 
-def work(pack: Pack) -> str:
-    """Do the runs of a pack, in a worker. Returns a user's mistake, or nothing; the rest is in the records."""
-    report, gives_up = _Reporter(pack), time.monotonic() + _PATIENCE
+def work(bundle: Bundle) -> str:
+    """Do the runs of a bundle, in a worker. Returns a user's mistake, or nothing; the rest is in the records."""
+    report, gives_up = _Reporter(bundle), time.monotonic() + _PATIENCE
     with suppress(OSError):
-        os.chdir(pack.home)
-    torch.set_num_threads(pack.threads)
+        os.chdir(bundle.home)
+    torch.set_num_threads(bundle.threads)
     with stop_on_signal(tell=False) as asked:
         while not report.stop():
             try:
                 run_all(
-                    pack.runs,
-                    lanes=pack.lanes,
+                    bundle.runs,
+                    lanes=bundle.lanes,
                     on_start=report.start,
                     on_event=report.event,
                     on_end=report.end,
                     stop=lambda: asked() or report.stop(),
-                    log=pack.log,
+                    log=bundle.log,
                 )
             except FolderInUse as error:  # by the worker that had the run before, which is not quite dead
                 if time.monotonic() > gives_up:
@@ -182,7 +182,7 @@ def work(pack: Pack) -> str:
             except KeyboardInterrupt:  # the runs are saved
                 pass
             except Exception as error:
-                _leave_failure(pack.runs[0], error)
+                _leave_failure(bundle.runs[0], error)
             return ""
     return ""
 
@@ -206,7 +206,7 @@ def run_on(
     stop: Stop | None = None,
     log: Sequence[str] = DEFAULT,
 ) -> list[Record]:
-    """:func:`tbbn.bench.runs.sweep.run_all` on a cluster: packs of ``lanes`` runs, at most ``workers`` packs at a time."""
+    """:func:`tbbn.bench.runs.sweep.run_all` on a cluster: bundles of ``lanes`` runs, at most ``workers`` bundles at a time."""
     runs = [PendingRun(run.config, run.directory.resolve()) for run in runs]
     done = {run: record for run in runs if (record := finished_record(run)) is not None}
     for run, record in done.items():
@@ -228,7 +228,7 @@ def run_on(
 
 
 class _Driver:
-    """Sends packs out, shows what comes back, and sends again what was lost."""
+    """Sends bundles out, shows what comes back, and sends again what was lost."""
 
     def __init__(
         self,
@@ -244,8 +244,8 @@ class _Driver:
         self.board.folder.mkdir(parents=True)
         self.attempts = dict.fromkeys(todo, 0)
         self.ended: dict[PendingRun, Record] = {}
-        self.waiting = [self._pack(chosen, lanes) for chosen in _split(todo, lanes, cluster.gpus)]
-        self.jobs: dict[Job, Pack] = {}
+        self.waiting = [self._bundle(chosen, lanes) for chosen in _split(todo, lanes, cluster.gpus)]
+        self.jobs: dict[Job, Bundle] = {}
         self.mistake = ""
 
     def close(self) -> None:
@@ -254,9 +254,9 @@ class _Driver:
         with suppress(OSError):
             self.board.folder.parent.rmdir()
 
-    def _pack(self, chosen: list[PendingRun], lanes: int | None) -> Pack:
+    def _bundle(self, chosen: list[PendingRun], lanes: int | None) -> Bundle:
         on_gpu = self.cluster.gpus != 0 and any(run.config.device != "cpu" for run in chosen)
-        return Pack(
+        return Bundle(
             tuple(chosen),
             tuple(self.runs.index(run) for run in chosen),
             lanes if on_gpu else 1,
@@ -283,8 +283,8 @@ class _Driver:
                 for job in self.jobs:
                     job.drop()
             while self.waiting and (self.workers is None or len(self.jobs) < self.workers):
-                pack = self.waiting.pop(0)
-                self.jobs[self.cluster.submit(pack)] = pack
+                bundle = self.waiting.pop(0)
+                self.jobs[self.cluster.submit(bundle)] = bundle
             finished = [job for job in self.jobs if job.done()]
             for number, event in self.board.news():
                 run = self.runs[number]
@@ -301,7 +301,7 @@ class _Driver:
         if self.mistake:
             raise UserError(self.mistake)
 
-    def _settle(self, job: Job, pack: Pack) -> list[PendingRun]:
+    def _settle(self, job: Job, bundle: Bundle) -> list[PendingRun]:
         """The runs that ended with a job; those that were lost or failed go out again."""
         lost = ""
         try:
@@ -309,7 +309,7 @@ class _Driver:
         except Exception as error:  # whatever a cluster raises for a lost worker
             lost = f"its worker was lost ({(str(error).strip().splitlines() or [type(error).__name__])[0]:.200})"
         over, again = [], []
-        for run in pack.runs:
+        for run in bundle.runs:
             record = self.record(run, lost)
             self.attempts[run] += 1
             is_open = record.status not in ("finished", "diverged")  # also one that its machine interrupted
@@ -318,7 +318,7 @@ class _Driver:
             else:
                 self.ended[run] = record
                 over.append(run)
-        self.waiting += [self._pack([run], 1) for run in again]
+        self.waiting += [self._bundle([run], 1) for run in again]
         return over
 
     def record(self, run: PendingRun, lost: str = "") -> Record:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from tbbn.errors import UserError
-from tbbn.integrations.cluster import Pack, work
+from tbbn.integrations.cluster import Bundle, work
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +36,11 @@ class RayCluster:
     gpus: int
     most_cpus: int  # of a machine: a task that asks for more would wait for ever
 
-    def submit(self, pack: Pack) -> RayJob:
-        needs = {"num_cpus": min(pack.cpus, self.most_cpus), "num_gpus": int(pack.on_gpu)}
+    def submit(self, bundle: Bundle) -> RayJob:
+        needs = {"num_cpus": min(bundle.cpus, self.most_cpus), "num_gpus": int(bundle.on_gpu)}
         # A lost worker is the driver's to replace, so that attempts are counted in one place.
-        task = ray.remote(work).options(**needs, max_retries=0, name=f"tbbn {pack.runs[0].config.label}")
-        return RayJob(task.remote(pack))
+        task = ray.remote(work).options(**needs, max_retries=0, name=f"tbbn {bundle.runs[0].config.label}")
+        return RayJob(task.remote(bundle))
 
 
 @contextmanager

@@ -11,19 +11,19 @@ from typing import Any
 import submitit
 
 from tbbn.errors import UserError
-from tbbn.integrations.cluster import Pack, work
+from tbbn.integrations.cluster import Bundle, work
 
 LOGS = "slurm"  # the folder of job scripts and logs, under the runs' folder
 
 
 @dataclass(frozen=True)
 class Work:
-    """A pack as a job. SLURM may preempt it or end its time: then it is queued again, and resumes from the checkpoints."""
+    """A bundle as a job. SLURM may preempt it or end its time: then it is queued again, and resumes from the checkpoints."""
 
-    pack: Pack
+    bundle: Bundle
 
     def __call__(self) -> str:
-        return work(self.pack)
+        return work(self.bundle)
 
     def checkpoint(self) -> Any:
         return submitit.helpers.DelayedSubmission(self)
@@ -53,12 +53,12 @@ class SlurmCluster:
     cluster: str = "slurm"
     gpus: int | None = None
 
-    def submit(self, pack: Pack) -> SlurmJob:
+    def submit(self, bundle: Bundle) -> SlurmJob:
         executor = submitit.AutoExecutor(self.folder / LOGS, cluster=self.cluster)
-        gpus = {"gpus_per_node": 1} if pack.on_gpu and self.cluster == "slurm" else {}
+        gpus = {"gpus_per_node": 1} if bundle.on_gpu and self.cluster == "slurm" else {}
         given = {key if key in _SHARED else f"slurm_{key}": value for key, value in self.options.items()}
-        executor.update_parameters(**{"name": "tbbn", "cpus_per_task": pack.cpus, **gpus, **given})
-        return SlurmJob(executor.submit(Work(pack)))
+        executor.update_parameters(**{"name": "tbbn", "cpus_per_task": bundle.cpus, **gpus, **given})
+        return SlurmJob(executor.submit(Work(bundle)))
 
 
 _SHARED = ("name", "nodes", "gpus_per_node", "cpus_per_task", "mem_gb", "timeout_min")

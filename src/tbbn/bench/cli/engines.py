@@ -26,7 +26,9 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--address", help="of a Ray cluster: auto, or HOST:PORT (default: start Ray on this machine)")
     command.add_argument(
-        "--workers", type=int, help="packs of runs at work at a time on a cluster (default: as many as fit)"
+        "--workers",
+        type=int,
+        help="processes at work at a time on a cluster, each with a bundle of runs (default: as many as fit)",
     )
     command.add_argument(
         "--job", action="append", default=[], metavar="KEY=VALUE", help="SLURM option, such as partition=gpu"
