@@ -56,7 +56,7 @@ def test_mistakes_are_one_line_and_leave_nothing(runs: Path, tmp_path: Path, cap
     def wrong(*words: str) -> str:
         return mistake(capsys, "report", str(runs), *words)
 
-    assert "unknown format 'texx'; choose one of: csv, json, latex, md, tex, text." in wrong("--format", "texx")
+    assert "unknown format 'texx'; choose one of: csv, json, latex, md, text." in wrong("--format", "texx")
     assert "unknown metric 'A_x'" in wrong("--metrics", "A_f,A_x")
     assert "unknown kind of figure 'pie'" in wrong("--plot", str(tmp_path / "x.png"), "--kind", "pie")
     assert wrong("--html", str(tmp_path / "x.txt")).endswith("x.txt'.")

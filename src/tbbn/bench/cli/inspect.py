@@ -19,7 +19,7 @@ def add(command: Command) -> None:
     line = "Show one run: its accuracy matrix and every metric."
     show = command("show", _show, line, "tbbn show runs/demo/ft-tbbn-0")
     show.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/demo/ft-tbbn-0")
-    show.add_argument("--format", default="text", help="text, md, csv or tex")
+    show.add_argument("--format", default="text", help="text, md, csv or latex (default: text)")
     show.add_argument("--json", action="store_true", help="print the whole record as JSON")
     show.add_argument("--follow", action="store_true", help="show accuracies while the run trains, until it ends")
     line = "Show versions, device, available data sets and free disk space."

@@ -14,7 +14,7 @@ from tbbn.errors import UserError, printable, unknown_name
 if TYPE_CHECKING:
     from tbbn.bench.report.page import Runs, Section
 
-FORMATS = ("text", "md", "csv", "tex", "latex", "json")
+FORMATS = ("text", "md", "csv", "latex", "json")
 
 
 def add(command: Command) -> None:
@@ -27,7 +27,7 @@ def add(command: Command) -> None:
     made.add_argument(
         "--format",
         default="text",
-        help="text, md or tex: a row for each group of seeds; csv or json: every run in full",
+        help="text, md or latex: a row for each group of seeds; csv or json: every run in full",
     )
     made.add_argument("--json", action="store_true", help="the same as --format json")
     made.add_argument("--plot", metavar="FILE.png", help="also draw a figure; .svg, .pdf and others work too")
@@ -50,7 +50,7 @@ def _report(args: argparse.Namespace) -> int:
     from tbbn.bench.report.tables import blocks_table, summary_table
     from tbbn.bench.runs.record import load_record
 
-    form = "json" if args.json else args.format
+    form = "json" if args.json else "latex" if args.format == "tex" else args.format
     if form not in FORMATS:
         raise unknown_name("format", form, FORMATS)
     metrics = parse_metrics(args.metrics) if args.metrics is not None else ()
@@ -59,7 +59,7 @@ def _report(args: argparse.Namespace) -> int:
     if form in ("csv", "json"):
         text = (runs_csv if form == "csv" else runs_json)(runs, metrics)
     else:
-        text = (blocks_table if form in ("tex", "latex") else summary_table)(records, metrics).render(form)
+        text = (blocks_table if form == "latex" else summary_table)(records, metrics).render(form)
     # Before anything is printed: if a file cannot be written, the command fails, and then it prints no results.
     written = _write(args, runs, metrics)
     print(text)
