@@ -76,9 +76,8 @@ class _CompiledNorm(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         given = x.float()
         parts = _in_parts(given)
-        first = parts[
-            ..., 0
-        ]  # (B, parts, C); about its own first pixel both moments of a part are one pass, without cancellation
+        # Relative to its first pixel, both moments of a part take one pass, without cancellation.
+        first = parts[..., 0]  # (B, parts, C)
         near = parts - first.unsqueeze(3)
         mean = near.mean(3)
         part_var = near.square().mean(3) - mean.square()

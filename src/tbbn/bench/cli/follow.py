@@ -30,7 +30,7 @@ def follow(directory: Path, *, sleep: Callable[[float], None] = time.sleep) -> i
 
 
 def _events(file: Path, sleep: Callable[[float], None]) -> Iterator[dict[str, Any]]:
-    """The events of the last session and of those that follow, as they are written."""
+    """All events in the file, then those that are added, as they are written, until the run ends."""
     position, alive = 0, {"event": "", "pid": 0}
     while True:
         if file.exists() and file.stat().st_size < position:

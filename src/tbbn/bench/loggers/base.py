@@ -75,7 +75,10 @@ class RunLog:
         self.has_started = False
 
     def event(self, event: Event, *, hold: bool = False) -> None:
-        """Tell the loggers; with ``hold`` later: a run that overwrites another changes no file before it first saves."""
+        """Tell the loggers. ``hold`` keeps the event until a call without it, or until ``finish``.
+
+        A run that overwrites another holds its events until it first saves: before that it changes no file.
+        """
         record = self.run.record
         if isinstance(event, EpochEnded):
             self._start(resumed=len(record.history) > 1)

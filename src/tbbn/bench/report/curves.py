@@ -74,7 +74,7 @@ def forgetting_panels(groups: Sequence[Group]) -> list[Panel]:
 
 
 def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limits, first: int) -> list[Panel]:
-    """One panel for few curves. For many one for each method, or for each norm beside the first where those are many too."""
+    """Few curves share a panel. Of many, each method has its own; one with many norms has a panel for each, beside its first."""
     look = Look(groups)
     curves = {}
     for group in groups:
