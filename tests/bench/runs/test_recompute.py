@@ -15,7 +15,7 @@ from tbbn.bench.engine.setup import load_source, scenario_of
 from tbbn.bench.methods import Phase
 from tbbn.bench.methods.ft import FineTune
 from tbbn.bench.runs import recompute
-from tbbn.bench.runs.states import ENVIRONMENT, explanation
+from tbbn.bench.runs.crosscheck import ENVIRONMENT, explanation
 from tbbn.plugins import temporary
 
 

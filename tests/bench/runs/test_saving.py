@@ -11,7 +11,7 @@ from tinyrun import tiny
 
 from tbbn.bench import files
 from tbbn.bench.engine.events import EpochEnded, Event, Position, Stepped, TaskEnded
-from tbbn.bench.runs import checkpoint, recipe, record, saved, state, states
+from tbbn.bench.runs import checkpoint, crosscheck, recipe, record, saved, state
 from tbbn.bench.runs.pending import PendingRun, expand, finished_record
 from tbbn.bench.runs.recipe import Axes, check_number
 from tbbn.bench.runs.saved import run_saved
@@ -91,7 +91,7 @@ def test_a_run_that_stops_is_saved_once(
 
 
 def test_the_limits_are_those_of_the_documentation() -> None:
-    assert saved.SAVE_EVERY == 60 and state.SMALL == 8 * 1024 * 1024 and states.ROUNDING == 0.01
+    assert saved.SAVE_EVERY == 60 and state.SMALL == 8 * 1024 * 1024 and crosscheck.ROUNDING == 0.01
     assert (record.LARGEST, checkpoint.LARGEST) == (268_435_456, 68_719_476_736)  # 256 MiB and 64 GiB
     assert (recipe.MANY_RUNS, recipe.MOST_RUNS) == (1000, 10000)
     assert files._CHUNK == 16 * 1024 * 1024

@@ -12,9 +12,9 @@ from tinyrun import finish, tiny
 from tbbn.bench.config import RunConfig
 from tbbn.bench.engine.record import new_record
 from tbbn.bench.runs import retrain
+from tbbn.bench.runs.crosscheck import same_place
 from tbbn.bench.runs.record import load_predictions, load_record, save_record
 from tbbn.bench.runs.saved import run_saved
-from tbbn.bench.runs.states import same_place
 from tbbn.bench.runs.trained import trained
 from tbbn.bench.runs.verify import verify
 

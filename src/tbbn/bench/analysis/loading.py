@@ -8,8 +8,8 @@ from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.plugins import require_plugins
 from tbbn.bench.runs import checkpoint
+from tbbn.bench.runs.crosscheck import same_place
 from tbbn.bench.runs.record import load_record
-from tbbn.bench.runs.states import same_place
 from tbbn.errors import UserError
 
 

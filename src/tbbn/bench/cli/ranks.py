@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from tbbn.bench.engine.joining import is_launched, joined
 from tbbn.bench.engine.ranks import ALONE
-from tbbn.bench.runs.follow import follow
 from tbbn.bench.runs.interrupt import stop_on_signal
+from tbbn.bench.runs.leading import follow
 
 
 def lead_or_follow(args: argparse.Namespace) -> int:

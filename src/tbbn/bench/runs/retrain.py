@@ -15,9 +15,9 @@ from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.plugins import check_unchanged, require_plugins
 from tbbn.bench.engine.record import Record, digest
 from tbbn.bench.runs import checkpoint, state
+from tbbn.bench.runs.crosscheck import explanation, same_place
 from tbbn.bench.runs.finding import Finding
 from tbbn.bench.runs.record import load_record
-from tbbn.bench.runs.states import explanation, same_place
 from tbbn.errors import UserError
 
 

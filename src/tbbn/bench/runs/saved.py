@@ -16,7 +16,7 @@ from tbbn.bench.engine.ranks import ALONE, Ranks
 from tbbn.bench.engine.record import Record
 from tbbn.bench.files import is_blank, locked
 from tbbn.bench.runs import schema, state
-from tbbn.bench.runs.follow import leading
+from tbbn.bench.runs.leading import leading
 from tbbn.bench.runs.overwrite import replacing, settle
 from tbbn.bench.runs.record import save_record, update_record
 from tbbn.errors import UserError

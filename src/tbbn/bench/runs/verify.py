@@ -1,7 +1,7 @@
 """Check that a record is true: checksums, and all that can be computed again without training.
 
 Three sources must agree with the record: the config and the data set (:mod:`.recompute`), the stored predictions (there too),
-and the checkpoints with their networks (:mod:`.states`). What none of them tells is listed as not checked.
+and the checkpoints with their networks (:mod:`.crosscheck`). What none of them tells is listed as not checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tbbn.bench.engine.plugins import without_data
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.setup import load_source, scenario_of
 from tbbn.bench.files import file_sha256, read_limited, seal_problem
-from tbbn.bench.runs import checkpoint, recompute, states
+from tbbn.bench.runs import checkpoint, crosscheck, recompute
 from tbbn.bench.runs.finding import Finding, compare
 from tbbn.bench.runs.record import CONFIG, LARGEST, PREDICTIONS, RECORD, load_predictions, record_from
 from tbbn.errors import UserError
@@ -57,7 +57,7 @@ class _Files:
 
     record: bytes
     predictions: dict[str, Tensor] = field(default_factory=dict)
-    states: dict[str, states.State] = field(default_factory=dict)
+    states: dict[str, crosscheck.State] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -101,8 +101,8 @@ def _contents(record: Record, files: _Files, metrics: dict[str, Any], evaluate: 
     computed = {name: value for name, value in record.metrics.items() if name in stored}
     yield compare("metrics", metrics, computed)
     yield recompute.status(record)
-    fitting: dict[str, states.State] = {}
-    for finding in states.compared(record, files.predictions, files.states):
+    fitting: dict[str, crosscheck.State] = {}
+    for finding in crosscheck.compared(record, files.predictions, files.states):
         yield finding
         if not finding.problem and finding.subject in files.states:
             fitting[finding.subject] = files.states[finding.subject]
@@ -118,5 +118,5 @@ def _contents(record: Record, files: _Files, metrics: dict[str, Any], evaluate: 
         yield from recompute.known_before_training(record, source, scenario)
         if not complete.problem:
             yield from recompute.results(record, scenario, files.predictions)
-            yield from states.evaluated(record, source, scenario, files.predictions, fitting, evaluate)
+            yield from crosscheck.evaluated(record, source, scenario, files.predictions, fitting, evaluate)
     yield from NOT_CHECKED

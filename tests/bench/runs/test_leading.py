@@ -15,7 +15,7 @@ from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.ranks import Ranks
 from tbbn.bench.engine.record import Record
 from tbbn.bench.runs import checkpoint, state
-from tbbn.bench.runs.follow import follow, leading
+from tbbn.bench.runs.leading import follow, leading
 
 
 class Launch(Ranks):
