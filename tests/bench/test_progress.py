@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tbbn.bench.config import resolve
-from tbbn.bench.engine import EpochEnded, Stepped, TaskEnded
+from tbbn.bench.engine import EpochEnded, Loading, Stepped, TaskEnded
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.progress import RunBars, RunLines, RunProgress, counter, run_progress
@@ -64,6 +64,22 @@ def test_a_long_task_prints_an_epoch_every_thirty_seconds() -> None:
     clock[0] = 30.0
     lines.event(one, EVENTS[1])
     assert stream.getvalue().splitlines()[-1] == "  ft + bn, seed 0: task 1 train epoch 2/3: loss 0.500"
+
+
+def test_images_that_are_decoded_for_long_are_counted() -> None:
+    stream, clock = io.StringIO(), [0.0]
+    lines = RunLines(1, stream, every=30.0, clock=lambda: clock[0])
+    one = pending()
+    lines.start(one)
+    for second in (2.0, 31.0):
+        clock[0] = second
+        lines.event(one, Loading(10 * int(second), 400))
+    assert stream.getvalue().splitlines()[1:] == ["  ft + bn, seed 0: 310 of 400 images decoded"]
+    with RunBars([one]) as bars:
+        bars.start(one)
+        bars.event(one, Loading(10, 40))
+        shown = {task.description: task for task in bars.bars.tasks}["ft + bn, seed 0: decoding"]
+        assert (shown.completed, shown.total, shown.fields["count"]) == (10, 40, "10/40 images")
 
 
 def test_only_the_tasks_to_be_learnt_are_counted() -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, TextIO
 
-from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded
+from tbbn.bench.engine import EpochEnded, Event, Loading, Stepped, TaskEnded
 from tbbn.bench.engine.record import Record
 from tbbn.bench.runs.pending import PendingRun
 from tbbn.errors import printable
@@ -58,7 +58,9 @@ class RunLines(RunProgress):
         self._print(f"run {self.number}/{self.n_runs}: {_name(run)}")
 
     def event(self, run: PendingRun, event: Event) -> None:
-        if isinstance(event, TaskEnded):
+        if isinstance(event, Loading) and self.clock() - self.last_line >= self.every:
+            self._print(f"  {_name(run)}: {event.done} of {event.images} images decoded")
+        elif isinstance(event, TaskEnded):
             seconds = self.clock() - self.started[run]
             task = f"task {event.task + 1}/{run.config.data.learnt_tasks}"
             self._print(f"  {_name(run)}: {task}, mean accuracy {_mean(event)} % ({seconds:.0f} s)")
@@ -105,7 +107,15 @@ class RunBars(RunProgress):
         self.bar_of[run] = self.bars.add_task(_name(run), total=1, count="", note="")
 
     def event(self, run: PendingRun, event: Event) -> None:
-        if isinstance(event, Stepped):
+        if isinstance(event, Loading):
+            self.bars.update(
+                self.bar_of[run],
+                description=f"{_name(run)}: decoding",
+                total=event.images,
+                completed=event.done,
+                count=f"{event.done}/{event.images} images",
+            )
+        elif isinstance(event, Stepped):
             self._step(run, event)
         elif isinstance(event, EpochEnded):
             loss = f"loss {event.losses.get('total', float('nan')):.3f}"

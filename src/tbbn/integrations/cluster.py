@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded
+from tbbn.bench.engine import EpochEnded, Event, Loading, Stepped, TaskEnded
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.lanes import MAX_LANES
 from tbbn.bench.engine.loop import Stop
@@ -122,7 +122,7 @@ class Board:
 def _event(kind: str, fields: dict[str, Any]) -> Event | str:
     if "position" in fields:
         fields["position"] = Position(**fields["position"])
-    kinds: dict[str, Callable[..., Event]] = {cls.__name__: cls for cls in (Stepped, EpochEnded, TaskEnded)}
+    kinds: dict[str, Callable[..., Event]] = {cls.__name__: cls for cls in (Loading, Stepped, EpochEnded, TaskEnded)}
     return kinds[kind](**fields) if kind in kinds else kind
 
 
@@ -139,9 +139,9 @@ class _Reporter:
 
     def event(self, run: PendingRun, event: Event) -> None:
         now = time.monotonic()
-        if isinstance(event, Stepped) and now - self.told.get(run, float("-inf")) < _TALK:
+        if isinstance(event, Loading | Stepped) and now - self.told.get(run, float("-inf")) < _TALK:
             return
-        if isinstance(event, Stepped | EpochEnded | TaskEnded):
+        if isinstance(event, Loading | Stepped | EpochEnded | TaskEnded):
             self.told[run] = now
             self.board.write(self.number[run], event)
 

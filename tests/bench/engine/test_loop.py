@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tinyrun import SHORT, TINY, finish, results, tiny
 from torch import Tensor
 
 from tbbn.bench import engine
-from tbbn.bench.engine import EpochEnded, Event, Stepped, TaskEnded
+from tbbn.bench.engine import EpochEnded, Event, Loading, Stepped, TaskEnded, loop
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.record import digest
 from tbbn.bench.engine.step import Step
@@ -56,6 +57,31 @@ def noise(*_: object) -> None:
 
 def global_states() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
+
+
+@pytest.mark.parametrize("n_lanes", [0, 1])
+def test_a_run_tells_how_far_images_are_decoded_if_that_takes_long(
+    n_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part, number in (("train", 4), ("test", 2)):
+        for i in range(2 * number):
+            folder = tmp_path / part / "ab"[i % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (30 * i, 0, 0)).save(folder / f"{i}.png")
+    config = tiny(data__name=f"folder:{tmp_path}", data__tasks=1, train__epochs=1)
+    seen: list[Event] = []
+
+    def do() -> list[Event]:
+        seen.clear()
+        if n_lanes:
+            engine.run_lanes([config], n_lanes, on_event=lambda number, event: seen.append(event))
+        else:
+            engine.run(config, on_event=seen.append)
+        return [event for event in seen if isinstance(event, Loading)]
+
+    assert do() == []
+    monkeypatch.setattr(loop, "LONG_LOADING", 0.0)
+    assert do() == [Loading(8, 12), Loading(12, 12)] == seen[:2]
 
 
 @pytest.mark.parametrize("method", ["ft", "afc"])

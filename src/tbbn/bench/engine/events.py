@@ -17,6 +17,14 @@ class Position:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """Images of the data set are being decoded; it comes before the run yields anything."""
+
+    done: int
+    images: int  # in all
+
+
+@dataclass(frozen=True)
 class Stepped:
     """A step was enqueued; it may not be done yet."""
 
@@ -54,7 +62,7 @@ class Waiting:
     done: Callable[[], bool]
 
 
-Event = Stepped | EpochEnded | TaskEnded | Waiting
+Event = Loading | Stepped | EpochEnded | TaskEnded | Waiting
 
 
 class Diverged(Exception):

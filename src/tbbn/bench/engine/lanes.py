@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
 from tbbn.bench.config import RunConfig
 from tbbn.bench.engine.events import EpochEnded, Event, Stepped, Waiting
 from tbbn.bench.engine.loop import Run, Stop
+from tbbn.bench.engine.ranks import ALONE
 from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.engine.setup import device_of
 from tbbn.errors import UserError
@@ -47,7 +49,8 @@ def run_lanes(
             f"lanes: runs side by side share precision, threads and autotune, got {sorted(shared)}; run them apart."
         )
     drive = drive if drive is not None else lambda _, run: run.events(stop)
-    waiting = [Lane(i, config, drive) for i, config in enumerate(configs)]
+    tell = [None if on_event is None else partial(on_event, i) for i in range(len(configs))]
+    waiting = [Lane(i, config, drive, tell[i]) for i, config in enumerate(configs)]
     waiting.reverse()
     active: list[Lane] = []
     not_started: list[Lane] = []
@@ -103,8 +106,10 @@ def _has_memory(n: int) -> bool:
 class Lane:
     """One run, its stream, and what it waits for."""
 
-    def __init__(self, number: int, config: RunConfig, drive: Drive) -> None:
-        self.number, self.config, self.drive = number, config, drive
+    def __init__(
+        self, number: int, config: RunConfig, drive: Drive, on_event: Callable[[Event], None] | None = None
+    ) -> None:
+        self.number, self.config, self.drive, self.on_event = number, config, drive, on_event
         self.is_ready: Callable[[], bool] | None = None  # asked before the run is advanced
         self.stream: torch.cuda.Stream | None = None
         self.run: Run | None = None
@@ -138,7 +143,7 @@ class Lane:
             self.stream = torch.cuda.Stream(device_of(self.config))
         with self._on_stream():
             try:
-                self.run = Run(self.config)
+                self.run = Run(self.config, ALONE, self.on_event)
             except UserError as error:
                 self.start_error = error
                 raise

@@ -46,7 +46,7 @@ from tbbn.bench.data.batches import BatchSpec, EpochBlock
 from tbbn.bench.data.scenario import Task
 from tbbn.bench.engine import setup, validate
 from tbbn.bench.engine.evaluate import evaluate
-from tbbn.bench.engine.events import Diverged, EpochEnded, Event, Position, Stepped, TaskEnded, Waiting
+from tbbn.bench.engine.events import Diverged, EpochEnded, Event, Loading, Position, Stepped, TaskEnded, Waiting
 from tbbn.bench.engine.phase import OptimizerState, PhaseSettings, all_finite, make_optimizer, set_lr
 from tbbn.bench.engine.ranks import ALONE, Ranks
 from tbbn.bench.engine.record import Record, digest
@@ -58,6 +58,7 @@ from tbbn.bench.models import Network
 from tbbn.errors import UserError
 
 Stop = Callable[[], bool]
+LONG_LOADING = 2.0  # seconds of decoding after which events tell how far it is
 MIN_CAPTURED_STEPS = 8  # a block of fewer steps is not worth a CUDA graph
 
 
@@ -69,14 +70,19 @@ class BestEpoch(NamedTuple):
 
 
 class Run:
-    """A run in progress: ``events`` advances it. Between two events its whole state is in its attributes."""
+    """A run in progress: ``events`` advances it. Between two events its whole state is in its attributes.
 
-    def __init__(self, config: RunConfig, ranks: Ranks = ALONE) -> None:
+    While it is made, ``on_event`` is told how far its data are loaded.
+    """
+
+    def __init__(
+        self, config: RunConfig, ranks: Ranks = ALONE, on_event: Callable[[Event], None] | None = None
+    ) -> None:
         self.config, self.ranks = validate.check(config), ranks
         config = self.config
         self.method = setup.method_of(config)
         self.device = setup.device_of(config)
-        self.source = setup.load_source(config)
+        self.source = setup.load_source(config, on_progress=_tell_loading(on_event))
         self.scenario = setup.scenario_of(config, self.source)
         self.memory = setup.memory_of(config)
         validate.check_data(config, self.method, self.memory, self.scenario, self.source)
@@ -289,6 +295,16 @@ class Run:
         return step
 
 
+def _tell_loading(on_event: Callable[[Event], None] | None) -> Callable[[int, int], None]:
+    began = time.perf_counter()
+
+    def tell(done: int, images: int) -> None:
+        if on_event is not None and time.perf_counter() - began >= LONG_LOADING:
+            on_event(Loading(done, images))
+
+    return tell
+
+
 def _one_image_error(config: RunConfig) -> str:
     return (
         "a batch of one image has no variance to normalise by where maps are 1x1; "
@@ -307,7 +323,7 @@ def run(
     device = setup.device_of(config)
     # CUDA makes streams and graphs on its current device.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        current = Run(config, ranks)
+        current = Run(config, ranks, on_event)
         for event in drive(current):
             if on_event is not None:
                 on_event(event)

@@ -20,7 +20,7 @@ from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.outline import Outline, outline
 from tbbn.bench.data.sampling import batch_layout
 from tbbn.bench.data.scenario import Scenario, Task, make_scenario, task_of_class
-from tbbn.bench.data.types import Source
+from tbbn.bench.data.types import Progress, Source
 from tbbn.bench.engine.forward import TrainingForward
 from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.methods import Method, method
@@ -58,7 +58,7 @@ def memory_format_of(config: RunConfig, device: torch.device) -> torch.memory_fo
     return torch.contiguous_format if plain_cudnn else torch.channels_last
 
 
-def load_source(config: RunConfig, *, download: bool | None = None) -> Source:
+def load_source(config: RunConfig, *, download: bool | None = None, on_progress: Progress | None = None) -> Source:
     """The data set of a config, with images of the size the config asks for."""
     data = config.data
     try:
@@ -69,6 +69,7 @@ def load_source(config: RunConfig, *, download: bool | None = None) -> Source:
             size=data.size or None,
             unreadable=data.unreadable,
             split=data.split,
+            on_progress=on_progress,
         )
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
