@@ -344,7 +344,7 @@ def test_a_rule_of_skip_that_matches_nothing_is_an_error():
         tbbn.convert(model(), skip=["haed"])
     with pytest.raises(UserError, match=r"convert: skip: no module of ModuleDict is a SyncBatchNorm"):
         tbbn.convert(model(), skip=nn.SyncBatchNorm)
-    with pytest.raises(TypeError, match="convert: skip takes names, patterns, classes and functions, got 3"):
+    with pytest.raises(TypeError, match="convert: skip takes names, patterns, classes, modules and functions, got 3"):
         tbbn.convert(model(), skip=[3])
 
 

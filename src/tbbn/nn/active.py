@@ -6,6 +6,7 @@ Every thread and every asyncio task has blocks of its own, so none sees the layo
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -44,16 +45,23 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.entered: tuple[Block, ...] = ()
-        self.compiled: tuple[Block, ...] = ()  # those entered in compiled code
+
+
+class _Compiled:
+    """The blocks that were entered in compiled code. At a graph break its writes to a thread's attributes are lost, these not."""
+
+    def __init__(self) -> None:
+        self.entered: tuple[Block, ...] = ()
 
 
 _thread = _Thread()
+_compiled = _Compiled()
 
 
 def enter(block: Block) -> None:
     _thread.entered = (*_thread.entered, block)
     if torch.compiler.is_compiling():
-        _thread.compiled = (*_thread.compiled, block)
+        _compiled.entered = (*_compiled.entered, block)
     else:
         _entered.set((*_entered.get(), block))
 
@@ -61,8 +69,8 @@ def enter(block: Block) -> None:
 def leave(owner: object) -> None:
     """Leave the block that ``owner`` has entered last."""
     _thread.entered = _without(_thread.entered, owner)
-    if _thread.compiled:
-        _thread.compiled = _without(_thread.compiled, owner)
+    if _compiled.entered:
+        _compiled.entered = _without(_compiled.entered, owner)
     if not torch.compiler.is_compiling():
         _entered.set(_without(_entered.get(), owner))
 
@@ -76,8 +84,8 @@ def _without(blocks: tuple[Block, ...], owner: object) -> tuple[Block, ...]:
 
 def find(layer: nn.Module) -> Block | None:
     """The innermost block that gives ``layer`` a layout."""
-    blocks = _thread.entered if torch.compiler.is_compiling() else _entered.get() or _thread.compiled
-    for block in reversed(blocks):
+    blocks = _thread.entered if torch.compiler.is_compiling() else _entered.get()
+    for block in reversed((*_compiled.entered, *blocks)):
         if layer in block.prepared:
             return block
     return None
@@ -105,6 +113,10 @@ class Forward:
     folded: bool = False  # whether its input may have come with several rows a sample
     repeated: bool = False
 
+    def key(self) -> Any:
+        """Equal for forwards that a repetition need not tell apart."""
+        return None if self.layout is None else (self.layout.key(), self.folded)
+
     @classmethod
     def of(cls, block: Block | None, x: Tensor) -> Forward:
         layout = None if block is None else block.layout
@@ -127,24 +139,41 @@ def _pixel(x: Tensor) -> Tensor:
     return row
 
 
-def recomputed_layout(layer: str, forwards: list[Forward], x: Tensor) -> Layout | None:
-    """The layout of the forward that is being repeated with input ``x``."""
-    if _layouts(forwards) > 1:
-        forwards = [f for f in forwards if f.pixel is not None and _is_close(f.pixel, _pixel(x))]
-        if _layouts(forwards) > 1:  # the same input with several layouts: it is not one whose backward has run
-            forwards = [f for f in forwards if not f.repeated]
-        if _layouts(forwards) != 1:
-            raise UserError(
-                f"{layer}: activation checkpointing repeats a forward, and several layouts were used since; "
-                "call backward after each block of tbbn.balance."
-            )
-    for forward in forwards:
-        forward.repeated = True
-    return forwards[-1].layout if forwards else None
+class Forwards:
+    """The last training forwards of a layer that checkpointing may repeat."""
+
+    KEPT = 32
+
+    def __init__(self) -> None:
+        self.last: deque[Forward] = deque()
+        self.older: set[Any] = set()  # the layouts of forwards that were dropped; two are as many as all
+
+    def append(self, forward: Forward) -> None:
+        self.last.append(forward)
+        if len(self.last) > self.KEPT:
+            dropped = self.last.popleft()
+            if len(self.older) < 2:
+                self.older.add(dropped.key())
+
+    def repeated(self, layer: str, x: Tensor) -> Forward | None:
+        """The forward that is being repeated with input ``x``."""
+        found = list(self.last)
+        if len(self.older | {f.key() for f in found}) > 1:
+            found = [f for f in found if f.pixel is not None and _is_close(f.pixel, _pixel(x))]
+            if _layouts(found) > 1:  # the same input with several layouts: it is not one whose backward has run
+                found = [f for f in found if not f.repeated]
+            if _layouts(found) != 1:
+                raise UserError(
+                    f"{layer}: activation checkpointing repeats a forward, and several layouts were used since; "
+                    "call backward after each block of tbbn.balance."
+                )
+        for forward in found:
+            forward.repeated = True
+        return found[-1] if found else None
 
 
 def _layouts(forwards: list[Forward]) -> int:
-    return len({None if f.layout is None else f.layout.key() for f in forwards})
+    return len({f.key() for f in forwards})
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

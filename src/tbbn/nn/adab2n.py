@@ -78,7 +78,8 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "penalty": None}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         if isinstance(x, Proxy):
             return as_leaf(self, x)
         if not self.training:

@@ -69,12 +69,11 @@ class balance:
         rank_counts: Counts | None = None,
         rows_per_sample: int | Literal["any"] = 1,
     ) -> None:
-        if rows_per_sample != "any" and (type(rows_per_sample) is not int or rows_per_sample < 1):
-            raise UserError(
-                f"balance: rows_per_sample must be a whole number from 1, or 'any', got {rows_per_sample!r}."
-            )
-        self.rows_per_sample = rows_per_sample
-        ids = None if task_ids is None else row_values("task_ids", task_ids, "integer")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"balance: the first argument must be the model, an nn.Module, got {module!r:.60}.")
+        self.rows_per_sample = _rows_per_sample(rows_per_sample)
+        # A copy, in the type that holds every number of a task: a loader may fill the same tensor again.
+        ids = None if task_ids is None else row_values("task_ids", task_ids, "integer").to(torch.int64, copy=True)
         if labels is not None or current_classes is not None or current_task is not None:
             if current is not None or memory is not None or is_memory is not None:
                 raise UserError(
@@ -115,6 +114,18 @@ class balance:
         leave(self)
 
 
+def _rows_per_sample(given: Any) -> int | str:
+    if isinstance(given, str) and given == "any":
+        return given
+    try:
+        number = whole_number("rows_per_sample", given)
+    except (TypeError, UserError):
+        number = 0
+    if number < 1:
+        raise UserError(f"balance: rows_per_sample must be a whole number from 1, or 'any', got {given!r}.")
+    return number
+
+
 def _device(layer: nn.Module) -> torch.device:
     tensor = next(chain(layer.parameters(), layer.buffers()), None)
     if tensor is not None:
@@ -126,7 +137,7 @@ def _of_other_classes(labels: Rows | None, current_classes: Iterable[SupportsInd
     if labels is None or current_classes is None:
         raise UserError("balance: give both labels (one per row) and current_classes (the labels of the current task).")
     classes = current_classes.tolist() if isinstance(current_classes, Tensor) else current_classes
-    if not isinstance(classes, Iterable) or isinstance(classes, str):
+    if not isinstance(classes, Iterable) or isinstance(classes, str) or getattr(classes, "ndim", 1) != 1:
         raise TypeError(f"balance: current_classes must be a range or a list of labels, got {current_classes!r}.")
     known = [whole_number("balance: a label of current_classes", c) for c in classes]
     rows = row_values("labels", labels, "integer").cpu().long()

@@ -11,7 +11,7 @@ from tbbn.nn.private import WrappedHook
 
 _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 _PLAIN = vars(nn.BatchNorm1d(1))
-_MODULE = vars(nn.Module())  # torch's own attributes of a module: containers, hooks, the training flag
+TORCH_ATTRIBUTES = vars(nn.Module())  # torch's own attributes of a module: containers, hooks, the training flag
 _ADDED = "_added_by_convert"  # the names that a norm has and batch norm has not; a later norm drops them
 
 
@@ -32,7 +32,9 @@ def carry(old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool
     if everything:
         added -= {*before, *before["_parameters"], *before["_buffers"]} - dropped
         after = {k: v for k, v in before.items() if k not in dropped and k != _ADDED} | after
-    after |= {k: before[k] for k in _MODULE if k in before}  # hooks stay the same objects: their handles go on working
+    after |= {
+        k: before[k] for k in TORCH_ATTRIBUTES if k in before
+    }  # hooks stay the same objects: their handles go on working
     for container in ("_parameters", "_buffers"):
         after[container] = _merge(old, new, container, dropped, everything)
     after["_modules"] = {**vars(new)["_modules"], **(before["_modules"] if everything else {})}
@@ -54,7 +56,7 @@ def carry_lazy(old: nn.Module, new: nn.Module) -> nn.Module:
     for name, value in vars(old).items():
         if name not in after:
             after[name] = value
-        elif name in _MODULE and name.endswith("_hooks"):
+        elif name in TORCH_ATTRIBUTES and name.endswith("_hooks"):
             given = {key: hook for key, hook in value.items() if getattr(_inner(hook), "__self__", None) is not old}
             after[name].update({key: _rebound(hook, old, new) for key, hook in given.items()})
     return new.train(old.training)
@@ -84,7 +86,7 @@ def _merge(old: nn.Module, new: nn.Module, container: str, dropped: set[str], ev
 
 def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
     """Hooks that hold the old layer itself, as a bound method or for ``with_module=True``, shall hold the new one."""
-    for name in _MODULE:
+    for name in TORCH_ATTRIBUTES:
         hooks = vars(new).get(name)
         if not name.endswith("_hooks") or not hooks:
             continue

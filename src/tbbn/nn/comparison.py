@@ -159,8 +159,8 @@ class ContinualNorm(AnyDims, AnyBatchNorm):
         super().__init__(num_features, *args, **kwargs)
         self.groups = groups
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.group_norm(x, self.groups, eps=self.eps))
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(F.group_norm(input, self.groups, eps=self.eps))
 
     def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser:
         group_mean, group_var = group_moments(mean, var, self.groups)
@@ -205,7 +205,8 @@ class SwitchableNorm(AnyDims, AnyBatchNorm):
         self.var_weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype))
         self.unbiased = unbiased
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         self._check_input_dim(x)
         rows = pixels_last(x)
         var_in, mean_in = torch.var_mean(rows, 2, unbiased=self.unbiased)  # (N, C)
@@ -280,7 +281,8 @@ class BatchRenorm(AnyDims, AnyBatchNorm):
     def _sigma(self, var: Tensor) -> Tensor:
         return var.sqrt() + self.eps if self.eps_on_std else (var + self.eps).sqrt()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         self._check_input_dim(x)
         assert self.running_mean is not None and self.running_var is not None
         if not self.training and not self.eps_on_std:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,7 @@ from tbbn.errors import UserError
 from tbbn.nn import comparison
 from tbbn.nn import modules as layers
 from tbbn.nn.adab2n import AdaptiveBalancedNorm
-from tbbn.nn.carrying import carry, carry_lazy, is_made
+from tbbn.nn.carrying import TORCH_ATTRIBUTES, carry, carry_lazy, is_made
 from tbbn.nn.foreign import ForeignNorm, combine
 from tbbn.nn.private import AnyBatchNorm, AnyLazyNorm
 from tbbn.nn.selection import Skip, skipped_modules, warn_of_unchanged
@@ -59,7 +59,7 @@ def convert(
         module: any model.
         norm: the name of the new norm.
         skip: the layers to leave as they are: names or patterns (``"head.*"``), classes, of the layer or of a module around it,
-            or functions of a layer's name and the layer.
+            modules themselves, or functions of a layer's name and the layer.
         sync: take the statistics over the rows of all ranks ("bn", "tbbn", "weighted"); what replaces SyncBatchNorm always does.
         process_group: the ranks that ``sync`` is about, if not all.
         options: passed to the new layers: ``convert(model, "gn", groups=8)``.
@@ -103,7 +103,26 @@ def _replace(
         for name, child in parent._modules.items():
             if child in made:
                 parent._modules[name] = made[child]
+        _replace_in_collections(parent, made)
     return made.get(module, module), len(made)
+
+
+def _replace_in_collections(parent: nn.Module, made: Mapping[Any, nn.Module]) -> None:
+    """Replace layers that a module also holds in a list, tuple or dict of its own, from which its forward may call them."""
+    for name, held in list(vars(parent).items()):
+        if name in TORCH_ATTRIBUTES or not isinstance(held, list | tuple | dict) or not held:
+            continue
+        values = held.values() if isinstance(held, dict) else held
+        if not any(isinstance(value, nn.Module) and value in made for value in values):
+            continue
+        if isinstance(held, dict):
+            held.update({k: made[v] for k, v in held.items() if isinstance(v, nn.Module) and v in made})
+        else:
+            new = [made.get(value, value) if isinstance(value, nn.Module) else value for value in held]
+            if isinstance(held, list):
+                held[:] = new
+            elif type(held) is tuple:
+                vars(parent)[name] = tuple(new)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -157,7 +176,8 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     target = cls if own is None else own if cls in _PLAIN else combine(own, cls)
     if type(old) is target and not options:
         return old
-    if isinstance(old, nn.SyncBatchNorm) and cls not in _PLAIN:
+    is_synced = isinstance(old, nn.SyncBatchNorm) or (isinstance(old, layers.PlannedNorm) and old.sync)
+    if is_synced and cls not in _PLAIN:
         options = _sync_options(norm, old.process_group) | options
     shared = {
         "eps": old.eps,

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tbbn.errors import UserError
+from tbbn.nn.active import recomputing
 from tbbn.nn.functional import task_balanced_batch_norm
 from tbbn.nn.modules import BalancedNorm, PlannedNorm, RowsPerSample, as_leaf, with_pixels
 from tbbn.nn.private import AnyBatchNorm
@@ -89,8 +90,9 @@ class _OwnForward(ForeignNorm):
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Proxy):
-            return as_leaf(self, args[0])
+        given = args[0] if args else kwargs.get("input")
+        if isinstance(given, Proxy):
+            return as_leaf(self, given)
         if not self.training and getattr(self, "is_batch_norm_in_eval", False):
             return self.own.forward(self, *args, **kwargs)
         if isinstance(self, BalancedNorm) and self.must_run_uncompiled():
@@ -115,9 +117,9 @@ class _OwnForward(ForeignNorm):
 class _Mark:
     """Comes between ``own`` and ``norm`` in the order of inheritance: ``super().forward(x)`` in ``own`` arrives here."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         _seen.norm = True
-        return super().forward(x)  # type: ignore[misc]
+        return super().forward(input)  # type: ignore[misc]
 
 
 class _ReplacedCall(TorchFunctionMode):
@@ -150,6 +152,8 @@ class _ReplacedCall(TorchFunctionMode):
         except RowsPerSample as several:
             others = (running_mean, running_var, weight, bias, True, momentum, eps)
             return with_pixels(input, several.args[1], lambda x: self._batch_norm(x, *others))
+        if recomputing() and running_mean is not None and running_var is not None:  # do not count the batch twice
+            running_mean, running_var = running_mean.clone(), running_var.clone()
         return task_balanced_batch_norm(input, running_mean, running_var, weight, bias, plan, momentum, eps)
 
 
@@ -158,7 +162,8 @@ class _Converted(ForeignNorm):
 
     converter: Converter
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         if isinstance(x, Proxy):
             return as_leaf(self, x)
         return type(self).converter(self, lambda x: self.norm.forward(self, x), x)

@@ -134,6 +134,8 @@ _backends = cache(_import_backends)  # a compiler would warn of the cache
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
+    if not x.is_floating_point():
+        raise TypeError(f"batch norm needs floating-point input, got {x.dtype}.")
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

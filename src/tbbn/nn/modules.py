@@ -11,7 +11,6 @@ share statistics. ``balance`` gives every layer the layout; the layer turns it i
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Annotated, Any
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from tbbn.errors import UserError
-from tbbn.nn.active import Forward, find, may_be_repeated, recomputed_layout, recomputing
+from tbbn.nn.active import Forward, Forwards, find, may_be_repeated, recomputing
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
 from tbbn.nn.plan import RULES, Layout, Plan, PlanOptions
 from tbbn.nn.private import AnyBatchNorm
@@ -51,7 +50,7 @@ class BalancedNorm(AnyBatchNorm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._forwards: deque[Forward] = deque(maxlen=8)  # the last that checkpointing may repeat
+        self._forwards = Forwards()
         self._warns: bool | None = None  # of a training forward outside ``balance``; False: it has
         self._uncompiled = False  # whether compiled code leaves its forwards to Python: see tbbn.nn.uncompiled
 
@@ -64,11 +63,14 @@ class BalancedNorm(AnyBatchNorm):
         block = find(self)
         layout, prepared = (None, None) if block is None else (block.layout, block.prepared[self])
         if recomputing():
-            layout = recomputed_layout(type(self).__name__, list(self._forwards), x)
+            forward = self._forwards.repeated(type(self).__name__, x)
+            layout = None if forward is None else forward.layout
             prepared = None if layout is None else self.prepare(layout)
-            if layout is not None and self._forwards[-1].folded and x.shape[0] > layout.rows:
+            if forward is not None and layout is not None and forward.folded and x.shape[0] > layout.rows:
                 raise self._folds(x.shape[0] // layout.rows)
         elif block is not None and block.rows_per_sample != 1 and (per_sample := block.folds(x.shape[0])) > 1:
+            if not torch.compiler.is_compiling() and may_be_repeated():
+                self._forwards.append(Forward.of(block, x))  # a repetition comes with these rows first
             raise self._folds(per_sample)
         if torch.compiler.is_compiling():
             return layout, prepared  # row counts are checked by the plan's shape: numbers would be compiled in
@@ -110,7 +112,7 @@ class BalancedNorm(AnyBatchNorm):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_forwards": deque(maxlen=8), "_warns": None, "_uncompiled": False}
+        return {**vars(self), "_forwards": Forwards(), "_warns": None, "_uncompiled": False}
 
     def __prepare_scriptable__(self) -> Any:
         raise UserError(
@@ -163,7 +165,8 @@ class PlannedNorm(BalancedNorm):
         self.output_statistics = output_statistics
         self.sync, self.process_group = sync, process_group
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         if isinstance(x, Proxy):
             return as_leaf(self, x)
         if not self.training:
@@ -212,7 +215,7 @@ class PlannedNorm(BalancedNorm):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self.process_group)] = self.process_group  # a process group cannot be copied
-        new = type(self).__new__(type(self))
+        new = memo[id(self)] = type(self).__new__(type(self))  # first: hooks and attributes may hold the layer itself
         new.__setstate__(deepcopy(self.__getstate__(), memo))
         return new
 

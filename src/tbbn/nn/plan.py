@@ -133,7 +133,8 @@ class Layout:
             return make()
         found = self._cache.get(key, _MISSING)
         if found is _MISSING:
-            found = make()
+            with torch.inference_mode(False):  # a forward with gradients may use it later
+                found = make()
             if not functorch_active():  # torch.func: tensors that end with the transform
                 self._cache[key] = found
         return found
@@ -146,7 +147,8 @@ def make_layout(
     if is_memory is not None:
         if current is not None or memory is not None:
             raise UserError("balance: give either current and memory, or is_memory, not both.")
-        is_memory = row_values("is_memory", is_memory, "bool").cpu()  # plans are built on the CPU
+        # Plans are built on the CPU. A copy: a loader may fill the same mask again.
+        is_memory = row_values("is_memory", is_memory, "bool").cpu().clone()
         memory = int(is_memory.sum())
         current = is_memory.numel() - memory
     elif current is None or memory is None:
@@ -166,8 +168,12 @@ def make_layout(
 def row_values(name: str, value: Any, kind: str) -> Tensor:
     """One value per row as a 1-d tensor: of ``kind`` "bool" or "integer". Takes tensors, arrays and lists."""
     try:
+        if hasattr(value, "astype") and hasattr(
+            value, "dtype"
+        ):  # torch takes no negative strides, nor another byte order
+            value = value.astype(value.dtype.newbyteorder("="), order="C")
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, AttributeError):
         raise TypeError(f"balance: {name} must be 1-d with one {kind} per row, got {value!r}.") from None
     is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if tensor.dim() != 1 or not (tensor.dtype == torch.bool if kind == "bool" else is_whole):

@@ -55,8 +55,7 @@ class ReplayBatchSampler(Sampler[list[int]]):
             self.current, self.memory = self.current + self.memory, 0
         self.seed = whole_number("ReplayBatchSampler: seed", seed)
         self.batches = self._epoch_length(length)
-        self.epoch = 0
-        self._next = 0  # batches of this epoch that have been given
+        self.set_epoch(0)
 
     def _epoch_length(self, length: str | int) -> int:
         if not isinstance(length, str):
@@ -73,25 +72,32 @@ class ReplayBatchSampler(Sampler[list[int]]):
         return self.batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Start epoch number ``epoch``; without it each iteration is the next epoch."""
-        self.epoch, self._next = whole_number("ReplayBatchSampler: epoch", epoch), 0
+        """Let the next iteration be epoch number ``epoch``; without it each iteration is the next epoch."""
+        self.epoch = whole_number(
+            "ReplayBatchSampler: epoch", epoch
+        )  # of the latest iteration, or of the first to come
+        self._following = self.epoch  # of the next iteration
+        self._given = 0  # batches of ``epoch`` that have been given
+        self._skipped = 0  # batches that the next iteration leaves out: they were trained before
 
     def __iter__(self) -> Iterator[list[int]]:
+        # With the first batch: a DataLoader with workers asks for two iterators, and uses one.
+        epoch = self.epoch = self._following
+        first = self._given = self._skipped
+        self._following, self._skipped = epoch + 1, 0
         current, memory = (
-            _order(n, k * self.batches, self.seed, self.epoch, kind).view(self.batches, k)
+            _order(n, k * self.batches, self.seed, epoch, kind).view(self.batches, k)
             for kind, (n, k) in enumerate(zip(self.sizes, (self.current, self.memory), strict=True))
         )
-        epoch = self.epoch
         rows = torch.cat([current, memory + self.sizes[0]], 1).tolist()
-        while self.epoch == epoch and self._next < self.batches:
-            self._next += 1
-            yield rows[self._next - 1]
-        if self.epoch == epoch:
-            self.set_epoch(epoch + 1)
+        for i in range(first, self.batches):
+            if self.epoch == epoch:
+                self._given = i + 1
+            yield rows[i]
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands. Workers of a ``DataLoader`` fetch ahead: with them, say how many batches were trained."""
-        done = self._next if batches is None else whole_number("ReplayBatchSampler: batches", batches)
+        """Where the latest epoch stands. Workers of a ``DataLoader`` fetch ahead: with them, say how many batches you trained."""
+        done = self._given if batches is None else whole_number("ReplayBatchSampler: batches", batches)
         return {"epoch": self.epoch, "batches": done, **self._fixed()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -99,10 +105,10 @@ class ReplayBatchSampler(Sampler[list[int]]):
         changed = [f"{k} was {state.get(k)}, is {v}" for k, v in self._fixed().items() if state.get(k) != v]
         if changed:
             raise UserError(f"ReplayBatchSampler: the state is of other batches: {'; '.join(changed)}.")
-        self.set_epoch(state["epoch"])
-        self._next = whole_number("ReplayBatchSampler: batches", state["batches"])
-        if self._next >= self.batches:  # the epoch is over
-            self.set_epoch(self.epoch + 1)
+        done = whole_number("ReplayBatchSampler: batches", state["batches"])
+        is_over = done >= self.batches
+        self.set_epoch(state["epoch"] + is_over)
+        self._skipped = self._given = 0 if is_over else done
 
     def _fixed(self) -> dict[str, Any]:
         return {

@@ -12,20 +12,21 @@ from torch import nn
 
 from tbbn.errors import UserError
 
-Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+Rule = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
 Skip = Rule | Iterable[Rule]
 
 
 def skipped_modules(model: nn.Module, skip: Skip) -> set[nn.Module]:
     """The modules that a rule of ``skip`` matches, and all modules inside them."""
-    rules: list[Any] = [skip] if isinstance(skip, str | type) or callable(skip) else list(skip)
+    rules: list[Any] = [skip] if isinstance(skip, str | type | nn.Module) or callable(skip) else list(skip)
     # A shared module has several names.
     named = list(model.named_modules(remove_duplicate=False))
     found: set[nn.Module] = set()
     for rule in rules:
         matched = {module for name, module in named if _matches(rule, name, module)}
-        if not matched and isinstance(rule, str | type):
-            what = f"has a name that matches {rule!r}" if isinstance(rule, str) else f"is a {rule.__name__}"
+        if not matched and isinstance(rule, str | type | nn.Module):
+            kind = f"a {rule.__name__}" if isinstance(rule, type) else f"the {type(rule).__name__} given"
+            what = f"has a name that matches {rule!r}" if isinstance(rule, str) else f"is {kind}"
             raise UserError(f"convert: skip: no module of {type(model).__name__} {what}; see model.named_modules().")
         found |= {inner for module in matched for inner in module.modules()}
     return found
@@ -36,8 +37,10 @@ def _matches(rule: Any, name: str, module: nn.Module) -> bool:
         return fnmatchcase(name, rule)
     if isinstance(rule, type):
         return isinstance(module, rule)
+    if isinstance(rule, nn.Module):
+        return module is rule
     if not callable(rule):
-        raise TypeError(f"convert: skip takes names, patterns, classes and functions, got {rule!r}.")
+        raise TypeError(f"convert: skip takes names, patterns, classes, modules and functions, got {rule!r}.")
     return bool(rule(name, module))
 
 
