@@ -44,8 +44,9 @@ def test_the_data_set_is_loaded_with_the_settings_of_the_config(monkeypatch: pyt
 
     monkeypatch.setattr(loading, "load", watched)
     config = tiny(data__root="here", data__size=16, data__unreadable="skip", data__download=False, data__split=0.3)
-    setup.load_source(config)
-    wanted = {"download": False, "size": 16, "unreadable": "skip", "split": 0.3}
+    told = lambda done, images: None  # noqa: E731
+    setup.load_source(config, on_progress=told)
+    wanted = {"download": False, "size": 16, "unreadable": "skip", "split": 0.3, "on_progress": told}
     assert asked == [(("synthetic:6x12x5x8", "here"), wanted)]
     setup.load_source(config, download=True)
     setup.load_source(tiny(data__download=True), download=False)

@@ -233,11 +233,11 @@ def test_losses_forged_in_every_file_are_said_not_to_be_checked(finished: Path, 
 def test_in_another_environment_rounding_may_change_a_few_predictions(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tbbn.bench.runs import states
+    from tbbn.bench.runs import crosscheck
 
     shutil.copytree(finished, tmp_path / "run")
     forge_everywhere(tmp_path / "run", lambda tree: tree["environment"].update(torch="9.9"))
-    real = states.evaluate
+    real = crosscheck.evaluate
     n_changed = 1
 
     def rounded(*arguments: Any) -> Any:
@@ -245,13 +245,13 @@ def test_in_another_environment_rounding_may_change_a_few_predictions(
         result.predictions[:n_changed] = (result.predictions[:n_changed] + 1) % 2
         return result
 
-    monkeypatch.setattr(states, "evaluate", rounded)
-    monkeypatch.setattr(states, "ROUNDING", 0.1)
+    monkeypatch.setattr(crosscheck, "evaluate", rounded)
+    monkeypatch.setattr(crosscheck, "ROUNDING", 0.1)
     assert problems(tmp_path / "run") == {}
     assert "evaluation after task 3" in problems(finished)
     n_changed = 4
     problem = problems(tmp_path / "run")["evaluation after task 3"]
     assert problem.startswith("13.3 % of the saved network's predictions differ")
     assert "here torch was 9.9, is" in problem
-    monkeypatch.setattr(states, "evaluate", lambda *a: real(*a)._replace(predictions=torch.zeros(7)))
+    monkeypatch.setattr(crosscheck, "evaluate", lambda *a: real(*a)._replace(predictions=torch.zeros(7)))
     assert problems(finished)["evaluation after task 3"].startswith("100 % of the saved network's predictions differ")
