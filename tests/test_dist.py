@@ -118,7 +118,7 @@ def test_the_layer_and_then_the_bench_run_from_an_empty_environment(pattern: str
 
     run(bin / "python", *PIP, f"{made(pattern)}[bench]")
     printed = run(bin / "tbbn", "demo", "--out", tmp_path / "runs", "--quiet", cwd=tmp_path)
-    assert "ft + tbbn" in printed and (tmp_path / "runs" / "toy.png").exists()
+    assert "ft + tbbn" in printed and (tmp_path / "runs" / "demo" / "toy.png").exists()
     assert re.search(r"cpu kernel +built with ", run(bin / "tbbn", "doctor"))
     run(bin / "tbbn", "verify", tmp_path / "runs" / "demo")
 

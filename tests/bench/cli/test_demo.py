@@ -33,7 +33,7 @@ def test_the_demo_shows_mechanism_bench_and_result(
     said = capsys.readouterr().out
     mechanism, bench, result = (said.index(f"\n{n}. " if n > 1 else "1. ") for n in (1, 2, 3))
     assert mechanism < said.index("TBBN  ") < bench < said.index("ft + tbbn") < result < said.index("+6.0 (0.8)")
-    assert (tmp_path / "runs" / "toy.png").exists() and (tmp_path / "runs/demo/ft-tbbn-1/record.json").exists()
+    assert (tmp_path / "runs" / "demo" / "toy.png").exists() and (tmp_path / "runs/demo/ft-tbbn-1/record.json").exists()
 
 
 def test_the_demo_takes_no_options_of_other_runs(capsys: Capture) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commandline import TINY, Capture, files, mistake
+from PIL import Image
 
 from tbbn.bench import config
 from tbbn.bench.cli.main import main
@@ -254,3 +257,62 @@ def test_other_settings_get_another_folder_and_a_dry_run_says_what_is_there(tmp_
         capsys.readouterr()
         assert main([*words, *more, "--dry-run"]) == 0
         assert said in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_folder_has_the_seed_of_its_run_and_no_two_settings_share_a_name(tmp_path: Path) -> None:
+    from tbbn.bench.cli.naming import folder_name
+
+    assert folder_name("", None, "tbbn", {"seed": 7}, seed=7) == "digits-ft-tbbn-7"
+    assert folder_name("mine", None, "tbbn", {}, seed=5) == "mine-tbbn-5"  # beside mine-5, the recipe's own norm
+    assert folder_name("mine", None, "tbbn", {}) == "mine"  # a sweep's runs have it in their names
+    pairs = (("batch.size", "data.size"), ("train.momentum", "norm.momentum"), ("data.tasks", "save.tasks"))
+    for one, other in pairs:
+        assert folder_name("", None, None, {one: 3}) != folder_name("", None, None, {other: 3})
+
+
+def test_the_only_seed_of_a_run_is_in_its_folders_name(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('seed = 5\n[data]\nname = "synthetic:4x20x5x8"\ntasks = 2\n')
+    for given, ending in (
+        (["mine.toml"], "mine-5"),
+        (["mine.toml", "--seed", "0"], "mine-0"),
+        (["mine.toml", "--norm", "tbbn"], "mine-tbbn-5"),
+        (["--seeds", "7,", "--norm", "tbbn"], "digits-ft-tbbn-7"),
+    ):
+        assert main(["run", *given, "--dry-run"]) == 0
+        said = capsys.readouterr()
+        assert f"in runs/{ending}. Nothing is there yet" in said.out + said.err
+
+
+@pytest.mark.parametrize("kind", ["data", "method", "norm"])
+def test_an_empty_name_is_not_the_default(kind: str, capsys: Capture) -> None:
+    assert f"--{kind} needs a name" in mistake(capsys, "run", f"--{kind}", "")
+
+
+def test_verify_checks_what_it_can_without_the_data_set(tmp_path: Path, capsys: Capture) -> None:
+    from tbbn.bench.runs.verify import verify
+
+    images = tmp_path / "images"
+    for part, split, shade in itertools.product("ab", ("train", "test"), range(4)):
+        (images / split / part).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (60 * shade, 120, 40 * (part == "a"))).save(images / split / part / f"{shade}.png")
+    words = [
+        "--data",
+        f"folder:{images}",
+        "--data.tasks",
+        "2",
+        "--data.size",
+        "8",
+        "--backbone",
+        "small",
+        "--train.epochs",
+        "1",
+    ]
+    assert main(["run", *words, "--memory.budget", "2", "--name", "x", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    shutil.rmtree(images)
+    capsys.readouterr()
+    findings = {finding.subject: finding for finding in verify(tmp_path / "x")}
+    assert "images" in findings["results against the labels"].not_checked
+    assert not any(finding.problem for finding in findings.values()) and "metrics" in findings

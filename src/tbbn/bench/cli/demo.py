@@ -22,7 +22,7 @@ def add(command: Command) -> None:
 
 def _demo(args: argparse.Namespace) -> int:
     folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "demo").mkdir(parents=True, exist_ok=True)
     _mechanism(folder)
     code = _digits(folder, args)
     _result()
@@ -38,7 +38,7 @@ def _mechanism(folder: Path) -> None:
     )
     print("   norm's statistics from those of all tasks in equal parts?\n")
     print(toy.table(outcomes))
-    print(f"\npicture: {toy.plot(outcomes, folder / 'toy.png')}\n")
+    print(f"\npicture: {toy.plot(outcomes, folder / 'demo' / 'toy.png')}\n")
 
 
 def _digits(folder: Path, args: argparse.Namespace) -> int:

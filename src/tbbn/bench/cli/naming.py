@@ -11,32 +11,39 @@ _LEFT_OUT = ("plugins", "data.root", "data.download")  # long, and rarely what t
 _LONGEST = 120  # of a name; a file system takes 255
 
 
-def folder_name(recipe: str, method: str | None, norm: str | None, given: Mapping[str, Any], *, single: bool) -> str:
+def folder_name(
+    recipe: str, method: str | None, norm: str | None, given: Mapping[str, Any], *, seed: int | None = None
+) -> str:
     """The recipe's name, or data set, method and norm, then every setting that was given.
 
-    A recipe's methods and norms are in the names of its runs.
-    A single run also has its seed, so that a sweep over seeds has another folder.
+    A single run also has its seed, so that a sweep over seeds has another folder. A recipe of several runs leaves methods and
+    norms to the names of their folders.
 
-    >>> folder_name("", "ft,lucir", "bn", {"data.name": "cifar100", "data.tasks": 6, "data.root": "/x"}, single=False)
+    >>> folder_name("", "ft,lucir", "bn", {"data.name": "cifar100", "data.tasks": 6, "data.root": "/x"})
     'cifar100-ft+lucir-bn-tasks=6'
-    >>> folder_name("", None, "tbbn", {}, single=True)
-    'digits-ft-tbbn-0'
-    >>> folder_name("demo", None, None, {"train.epochs": 2}, single=False)
+    >>> folder_name("", None, "tbbn", {"batch.size": 32, "norm.momentum": 0.5}, seed=7)
+    'digits-ft-tbbn-batch.size=32-norm.momentum=0.5-7'
+    >>> folder_name("demo", None, None, {"train.epochs": 2})
     'demo-epochs=2'
     """
-    rest = {key: value for key, value in given.items() if key not in _LEFT_OUT}
+    rest = {key: value for key, value in given.items() if key not in (*_LEFT_OUT, "seed")}
     if recipe:
-        parts = [recipe]
+        parts = [recipe] if seed is None else [recipe, *(name for name in (method, norm) if name)]
     else:
         parts = [str(rest.pop("data.name", "digits")), method or "ft", norm or "bn"]
-    seed = rest.pop("seed", 0)
-    parts += [f"{key.partition('.')[2] or key}={_text(value)}" for key, value in sorted(rest.items())]
-    if single:
+    parts += [f"{_short(key)}={_text(value)}" for key, value in sorted(rest.items())]
+    if seed is not None:
         parts.append(str(seed))
     name = re.sub(r"[^\w.=+-]+", "_", "-".join(parts).replace(",", "+")).strip("_")
     if len(name) > _LONGEST:
         name = f"{name[: _LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return name
+
+
+def _short(key: str) -> str:
+    """A setting without its section, but for those that others share their name with."""
+    section, _, name = key.partition(".")
+    return key if section in ("norm", "method", "save") or key == "batch.size" else name or key
 
 
 def _text(value: Any) -> str:

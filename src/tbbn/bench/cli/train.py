@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from tbbn.errors import UserError, printable
 if TYPE_CHECKING:
     from tbbn.bench.engine.record import Record
     from tbbn.bench.runs.pending import PendingRun
+    from tbbn.bench.runs.recipe import Axes, Layer
 
 COMMANDS = ("demo", "run", "sweep", "resume", "reproduce")
 _RUN_EXAMPLE = "tbbn run --data cifar100 --protocol paper --norm bn,tbbn --seeds 3 --train.epochs 2"
@@ -89,6 +90,13 @@ def _run(args: argparse.Namespace) -> int:
     return _train(runs, folder, args, overwrite=args.overwrite, recipe=recipe)
 
 
+def _only_seed(axes: Axes, layers: Sequence[Layer]) -> int | None:
+    """The seed, if all this is a single run."""
+    if axes.n_runs > 1:
+        return None
+    return axes.seeds[0] if axes.seeds else next((v["seed"] for _, v in reversed(layers) if "seed" in v), 0)
+
+
 def requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, str]:
     """The runs asked for, the folder that holds them, and a recipe of them."""
     from tbbn.bench.runs.pending import expand
@@ -97,6 +105,11 @@ def requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, st
 
     if args.name == "":
         raise UserError("--name needs a name; without it, one is made from the settings.")
+    for kind in ("data", "method", "norm"):
+        if getattr(args, kind) == "":
+            raise UserError(
+                f"--{kind} needs a name; tbbn list {'datasets' if kind == 'data' else kind + 's'} shows them."
+            )
     given = dict(args.settings)
     if args.data:
         given["data.name"] = args.data
@@ -121,7 +134,7 @@ def requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, st
         named = [*(layers[0][1].get("plugins", []) if layers else []), *given.get("plugins", ()), *args.plugins]
         given["plugins"] = tuple(dict.fromkeys(named))
     layers.append(("command line", given))
-    name = args.name or folder_name(recipe, method, norm, given, single=axes.n_runs == 1)
+    name = args.name or folder_name(recipe, method, norm, given, seed=_only_seed(axes, layers))
     folder = Path(args.out) / name
     if not args.dry_run and not args.yes:
         _ask_if_many(axes.n_runs)

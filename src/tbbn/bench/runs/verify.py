@@ -110,10 +110,15 @@ def _contents(record: Record, files: _Files, metrics: dict[str, Any], evaluate: 
     yield complete
     if record.status == "failed" and not record.task_sizes:
         return  # it failed before it began: there is nothing to compare
-    if reason := without_data(config):
+    reason, source = without_data(config), None
+    if not reason:
+        try:
+            source = load_source(config, download=False)
+        except UserError as error:  # the data set is not here: the rest can be checked all the same
+            reason = str(error).rstrip(".")
+    if source is None:
         yield Finding("results against the labels", not_checked=reason)
     else:
-        source = load_source(config, download=False)
         scenario = scenario_of(config, source)
         yield from recompute.known_before_training(record, source, scenario)
         if not complete.problem:
