@@ -45,8 +45,8 @@ tbbn.nothing
 # The rooms of the house from the ground up: a module may import its own room and those before it.
 ROOMS = (
     "errors", "options", "registry", "plugins", "nn", "accelerators",
-    "bench.files", "bench.seeds", "bench.metrics", "bench.timing", "bench.vision", "bench.config", "bench.data", "bench.models",
-    "bench.methods",
+    "bench.extras", "bench.files", "bench.seeds", "bench.metrics", "bench.timing", "bench.vision", "bench.config",
+    "bench.data", "bench.models", "bench.methods",
     "bench.engine", "bench.loggers", "bench.runs", "bench.progress", "bench.report", "bench.interchange",
     "bench.analysis", "bench.api",
     "bench.speed", "paper", "integrations", "bench.cli", "__main__",

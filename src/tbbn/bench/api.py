@@ -24,6 +24,7 @@ from tbbn.bench.data.sources.arrays import remember
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine import Event, Record, Run, run_lanes
 from tbbn.bench.engine import run as run_in_memory
+from tbbn.bench.extras import require_bench
 from tbbn.bench.loggers import parse_names
 from tbbn.bench.progress import RunProgress, run_progress
 from tbbn.bench.report.figures import save_figure
@@ -77,6 +78,7 @@ def run(
         quiet: show no progress.
         settings: any other setting, dotted (``**{"train.epochs": 5}``) or nested (``train={"epochs": 5}``).
     """
+    require_bench("run", "tbbn.")
     lanes = _lanes(lanes)
     folder = Path(".") if out is None else _folder("tbbn.run: out", out)
     given: dict[str, Any] = flatten(settings)

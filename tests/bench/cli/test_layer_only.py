@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from commandline import Capture, mistake
 
-from tbbn.bench.cli import extras
+import tbbn
+from tbbn.bench import extras
 from tbbn.bench.cli.main import build_parser, main
+from tbbn.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,3 +70,10 @@ def test_the_packages_are_those_of_the_extra() -> None:
     assert listed is not None
     names = set(re.findall(r'^  "([\w-]+)', listed[1], re.M)) - {"tomli"}
     assert set(extras.PACKAGES.values()) == names
+
+
+def test_the_python_api_names_the_extra_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "missing", lambda: ["numpy", "scikit-learn"])
+    for call in (tbbn.run, tbbn.sweep):
+        with pytest.raises(UserError, match=r"^tbbn\.run needs numpy, scikit-learn; pip install 'tbbn\[bench\]'\.$"):
+            call()

@@ -103,13 +103,21 @@ def test_many_curves_have_a_panel_for_each_method() -> None:
     assert len({axes.get_ylim() for axes in panels}) == 1, "panels can be compared"
 
 
-def test_many_norms_have_a_panel_each_beside_the_first() -> None:
+def test_many_norms_have_a_panel_each_beside_batch_norm() -> None:
     norms = ["bn", "in", "gn", "sn", "brn", "cn", "tbbn", "adab2n"]
     panels = [axes for axes in figure([record(UP, norm__name=norm) for norm in norms]).axes if axes.lines]
     assert [axes.get_title() for axes in panels] == [f"ft + {norm}" for norm in norms[1:]]
     assert all(
         legend(axes) == ["bn (1 seed)", f"{norm} (1 seed)"] for axes, norm in zip(panels, norms[1:], strict=True)
     )
+
+
+def test_many_norms_stand_beside_batch_norm_wherever_it_comes() -> None:
+    norms = ["adab2n", "gn", "bn", "in", "sn", "tbbn"]
+    records = [record([[0.1 * (i + 1)]], norm__name=norm) for i, norm in enumerate(norms)]
+    panels = [axes for axes in figure(records).axes if axes.lines]
+    assert [axes.get_title() for axes in panels] == [f"ft + {norm}" for norm in norms if norm != "bn"]
+    assert all(axes.lines[0].get_ydata()[0] == pytest.approx(30) for axes in panels)
 
 
 def test_every_axis_is_named() -> None:

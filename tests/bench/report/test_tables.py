@@ -103,6 +103,14 @@ def test_groups_with_one_label_show_the_settings_that_differ() -> None:
     ]
 
 
+def test_another_optimizer_is_said_rather_than_its_learning_rate() -> None:
+    made = [record([[0.9]]), record([[0.8]], train__optimizer="adamw")]
+    assert [group.label for group in groups(made)] == [
+        "ft + bn [train.optimizer=sgd]",
+        "ft + bn [train.optimizer=adamw]",
+    ]
+
+
 def test_norms_with_other_settings_show_them_and_stand_in_blocks_of_their_own() -> None:
     runs = [
         record(A, train__epochs=3),

@@ -108,9 +108,9 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
     import torch
 
     from tbbn.accelerators.native import binding as native
-    from tbbn.bench.cli.extras import PACKAGES, missing
     from tbbn.bench.data.loading import found
     from tbbn.bench.engine.record import environment
+    from tbbn.bench.extras import PACKAGES, missing
 
     facts = environment()
     absent = missing()

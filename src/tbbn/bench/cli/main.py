@@ -31,9 +31,9 @@ from tbbn.bench.cli.common import (
     Call,
     TimeLimitReached,
 )
-from tbbn.bench.cli.extras import require_bench
 from tbbn.bench.cli.settings import check_commas, split_plugins, split_settings
 from tbbn.bench.cli.streams import droppable_stderr, fill_closed_descriptors, to_nowhere
+from tbbn.bench.extras import require_bench
 from tbbn.errors import UserError, printable, unknown_name
 from tbbn.plugins import failure, load_plugin
 

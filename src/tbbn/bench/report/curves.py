@@ -74,7 +74,7 @@ def forgetting_panels(groups: Sequence[Group]) -> list[Panel]:
 
 
 def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limits, first: int) -> list[Panel]:
-    """Few curves share a panel. Of many, each method has its own; one with many norms has a panel for each, beside its first."""
+    """Few curves share a panel. Of many, each method has its own; one with many norms has a panel for each, beside batch norm."""
     look = Look(groups)
     curves = {}
     for group in groups:
@@ -93,8 +93,10 @@ def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limi
         if len(block) <= FEW:
             panels.append(Panel(block[0].setup, partial(draw, curves=own)))
         else:
-            base = replace(own[0], look={**own[0].look, "color": GREY})
-            panels += [Panel(g.label, partial(draw, curves=[base, c])) for g, c in zip(block[1:], own[1:], strict=True)]
+            at = next((i for i, group in enumerate(block) if group.norm == "bn"), 0)  # as in tables of gains
+            base = replace(own[at], look={**own[at].look, "color": GREY})
+            others = [(group, curve) for group, curve in zip(block, own, strict=True) if group is not block[at]]
+            panels += [Panel(group.label, partial(draw, curves=[base, curve])) for group, curve in others]
     return panels
 
 

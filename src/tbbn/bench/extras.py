@@ -32,6 +32,7 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def require_bench(command: str) -> None:
+def require_bench(command: str, caller: str = "tbbn ") -> None:
+    """Raise if ``command`` needs a package that is not installed. ``caller`` stands before it in the message."""
     if command not in WITHOUT and (absent := missing()):
-        raise UserError(f"tbbn {command} needs {', '.join(absent)}; pip install 'tbbn[bench]'.")
+        raise UserError(f"{caller}{command} needs {', '.join(absent)}; pip install 'tbbn[bench]'.")
