@@ -112,7 +112,8 @@ def _compiled_normaliser(kind: Any, options: str, shape: torch.Size) -> Callable
     own = FunctionType(
         plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
     )
-    compiled = torch.compile(own, dynamic=False)
+    # Switchable norm's softmax of three weights: the compiler would warn that it is too small to be fused.
+    compiled = torch.compile(own, dynamic=False, options={"online_softmax": False})
 
     def call(*given: Any) -> Any:
         with warnings.catch_warnings():

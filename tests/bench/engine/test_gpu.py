@@ -25,7 +25,13 @@ CASES: dict[str, dict[str, Any]] = {
     "ssil": {"method__name": "ssil", "precision": "tf32"},
     "podnet": {"method__name": "podnet", "method__finetune_epochs": 1, "precision": "bf16"},
     "float32": {"norm__name": "bn"},
-    "best epoch": {"norm__name": "cn", "train__keep": "best", "data__validation": 0.25, "train__epochs": 6},
+    "best epoch": {
+        "norm__name": "cn",
+        "train__keep": "best",
+        "train__epochs": 6,
+        "data__validation": 0.25,
+        "data__name": "synthetic:4x220x10x32",
+    },
     "adamw": {"train__optimizer": "adamw", "train__warmup": 1, "train__schedule": "cosine"},
 }
 cases = pytest.mark.parametrize("settings", CASES.values(), ids=CASES)

@@ -17,8 +17,10 @@ from tbbn.accelerators.triton.launch import device_of, launch_options
 from tbbn.accelerators.triton.norm_tiles import MOST_PARTS
 
 _TILE = 4096  # output values per program of a convolution
+_STAGES = 3  # pipeline stages of a convolution
 TILES_PER_CHUNK = 8  # tiles of pixels per program that sums weight gradients
-_STAGES = 2  # pipeline stages of that program
+# Warps and pipeline stages of that program, by input channels; measured. More warps would repeat each other's products.
+_SUMS = {16: (1, 3), 32: (2, 2), 64: (4, 3)}
 
 
 def available(dtype: torch.dtype) -> bool:
@@ -112,7 +114,8 @@ def launch(
         conv_kernels.convolve[(triton.cdiv(pixels, tile), n_out // block)](
             x, weight, y, y if added is None else _channels_last(added), mean, var, pixels, in_h, in_w, out_h, out_w, *strides,
             n_in, n_out, weight.shape[2], stride, back, added is not None, found is not None, _exact(weight.dtype),
-            tile, _divisor(n_in, 128 // weight.element_size()), block, num_warps=4, num_stages=2, **launch_options(x),
+            pixels % tile == 0, tile, _divisor(n_in, 128 // weight.element_size()), block, _STAGES, num_warps=4,
+            **launch_options(x),
         )  # fmt: skip
     return y, found
 
@@ -126,13 +129,14 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Ten
     chunks = triton.cdiv(pixels, TILES_PER_CHUNK * tile)
     # Three taps share one read of the gradient if three sums fit the registers.
     taps = size if k_block * n_block <= 1024 else 1
+    warps, stages = _SUMS[k_block] if n_in % 16 == 0 else (8, 2)  # images are read value by value: many registers
     part = torch.empty((chunks, weight.numel()), dtype=torch.float32, device=x.device)
     out = torch.empty_like(weight, memory_format=torch.channels_last)
     options = launch_options(x)
     with device_of(x):
         conv_kernels.weight_sums[(chunks, size * size // taps, n_out // n_block)](
             grad, x, part, pixels, TILES_PER_CHUNK * tile, in_h, in_w, out_h, out_w,
-            n_in, n_out, size, stride, taps, _exact(weight.dtype), tile, k_block, n_block, num_warps=4, num_stages=_STAGES,
+            n_in, n_out, size, stride, taps, _exact(weight.dtype), tile, k_block, n_block, num_warps=warps, num_stages=stages,
             **options,
         )  # fmt: skip
         conv_kernels.fold[(triton.cdiv(weight.numel(), 64),)](

@@ -17,47 +17,62 @@ from tbbn.accelerators.triton.launch import dependent_launch
 
 @triton.jit
 def convolve(
-    x, w, y, added, tile_mean, tile_var, PIXELS, in_h, in_w, out_h, out_w, w_in, w_out, w_row, w_column,
+    x, w, y, added, tile_mean, tile_var, PIXELS,
+    IN_H: tl.constexpr, IN_W: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr, w_in, w_out, w_row, w_column,
     K: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr,
-    ADD: tl.constexpr, MOMENTS: tl.constexpr, EXACT: tl.constexpr,
-    TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, MOMENTS: tl.constexpr, EXACT: tl.constexpr, WHOLE: tl.constexpr,
+    TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``y`` from ``x``; with BACK, the gradient of the input from that of the output. ADD adds ``added`` to the result.
 
-    MOMENTS stores the mean and variance of each channel over this tile, which must lie in one image. They are those of the
-    stored values, after rounding.
+    WHOLE says that no tile goes past the last pixel. MOMENTS stores the mean and variance of each channel over this tile, which
+    must lie in one image. They are those of the stored values, after rounding.
     """
     dependent_launch(PDL)
     pixel = tl.program_id(0) * TILE + tl.arange(0, TILE)
     out = tl.program_id(1) * N_BLOCK + tl.arange(0, N_BLOCK)
     there = pixel < PIXELS
-    image = pixel // (out_h * out_w)
-    row = pixel % (out_h * out_w) // out_w
-    column = pixel % out_w
+    image = pixel // (OUT_H * OUT_W)
+    row = pixel % (OUT_H * OUT_W) // OUT_W
+    column = pixel % OUT_W
+    BLOCKS: tl.constexpr = (K + K_BLOCK - 1) // K_BLOCK
+    lane = tl.arange(0, K_BLOCK)
+    here = x + (pixel * K)[:, None] + lane[None, :]
+    weights = w + out[None, :] * w_out + lane[:, None] * w_in
     acc = tl.zeros((TILE, N_BLOCK), tl.float32)
-    for tap in tl.static_range(SIZE * SIZE):
+    # Pipelined: the values of the next taps are copied to shared memory during the product of this one.
+    for step in tl.range(0, SIZE * SIZE * BLOCKS, num_stages=STAGES):
+        tap = step // BLOCKS
+        start = step % BLOCKS * K_BLOCK
+        down = tap // SIZE - SIZE // 2
+        right = tap % SIZE - SIZE // 2
         if BACK:  # the output pixels whose window has this pixel at the tap
-            h = row + SIZE // 2 - tap // SIZE
-            c = column + SIZE // 2 - tap % SIZE
-            good = there & (h >= 0) & (c >= 0) & (h % STRIDE == 0) & (c % STRIDE == 0)
-            h = h // STRIDE
-            c = c // STRIDE
+            h = row - down
+            c = column - right
         else:
-            h = row * STRIDE + tap // SIZE - SIZE // 2
-            c = column * STRIDE + tap % SIZE - SIZE // 2
-            good = there & (h >= 0) & (c >= 0)
-        good = (good & (h < in_h) & (c < in_w))[:, None]
-        base = ((image * in_h + h) * in_w + c) * K
-        at = w + tap // SIZE * w_row + tap % SIZE * w_column + out[None, :] * w_out
-        for start in tl.static_range(0, K, K_BLOCK):
-            k = start + tl.arange(0, K_BLOCK)
-            if K % K_BLOCK == 0:
-                a = tl.load(x + base[:, None] + k[None, :], mask=good, other=0.0)
-                b = tl.load(at + k[:, None] * w_in)
-            else:
-                a = tl.load(x + base[:, None] + k[None, :], mask=good & (k < K)[None, :], other=0.0)
-                b = tl.load(at + k[:, None] * w_in, mask=(k < K)[:, None], other=0.0)
-            acc = tl.dot(a.to(b.dtype), b, acc, input_precision="ieee" if EXACT else "tf32")
+            h = row * STRIDE + down
+            c = column * STRIDE + right
+        good = (h >= 0) & (h < IN_H * (STRIDE if BACK else 1)) & (c >= 0) & (c < IN_W * (STRIDE if BACK else 1))
+        if not WHOLE:
+            good = good & there
+        if STRIDE == 1:  # the same distance for every pixel
+            shift = down * IN_W + right
+            at_x = here + (start - shift * K if BACK else start + shift * K)
+        elif BACK:
+            good = good & (h % STRIDE == 0) & (c % STRIDE == 0)
+            at_x = x + (((image * IN_H + h // STRIDE) * IN_W + c // STRIDE) * K + start)[:, None] + lane[None, :]
+        else:
+            at_x = x + (((image * IN_H + h) * IN_W + c) * K + start)[:, None] + lane[None, :]
+        at_w = weights + tap // SIZE * w_row + tap % SIZE * w_column + start * w_in
+        good = good[:, None]
+        k = start + lane
+        if K % K_BLOCK == 0:
+            a = tl.load(at_x, mask=good, other=0.0)
+            b = tl.load(at_w)
+        else:
+            a = tl.load(at_x, mask=good & (k < K)[None, :], other=0.0)
+            b = tl.load(at_w, mask=(k < K)[:, None], other=0.0)
+        acc = tl.dot(a.to(b.dtype), b, acc, input_precision="ieee" if EXACT else "tf32")
     place = pixel[:, None] * N + out[None, :]
     if ADD:
         acc += tl.load(added + place, mask=there[:, None], other=0.0).to(tl.float32)
@@ -74,7 +89,8 @@ def convolve(
 
 @triton.jit
 def weight_sums(
-    g, x, part, PIXELS, CHUNK, in_h, in_w, out_h, out_w,
+    g, x, part, PIXELS, CHUNK: tl.constexpr,
+    IN_H: tl.constexpr, IN_W: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, TAPS: tl.constexpr,
     EXACT: tl.constexpr, TILE: tl.constexpr, K_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -91,19 +107,27 @@ def weight_sums(
     for start in range(chunk * CHUNK, (chunk + 1) * CHUNK, TILE):
         pixel = start + tl.arange(0, TILE)
         there = pixel < PIXELS
-        image = pixel // (out_h * out_w)
-        h = pixel % (out_h * out_w) // out_w * STRIDE + first // SIZE - SIZE // 2
-        c = pixel % out_w * STRIDE + first % SIZE - SIZE // 2
+        image = pixel // (OUT_H * OUT_W)
+        h = pixel % (OUT_H * OUT_W) // OUT_W * STRIDE + first // SIZE - SIZE // 2
+        c = pixel % OUT_W * STRIDE + first % SIZE - SIZE // 2
         up = tl.load(g + pixel[None, :] * N + n[:, None], mask=there[None, :], other=0.0)
-        good = there & (h >= 0) & (h < in_h)
-        at = x + (((image * in_h + h) * in_w + c) * K)[:, None] + k[None, :]
+        good = there & (h >= 0) & (h < IN_H)
+        if STRIDE == 1:
+            at = (
+                x
+                + (pixel * K)[:, None]
+                + k[None, :]
+                + ((first // SIZE - SIZE // 2) * IN_W + first % SIZE - SIZE // 2) * K
+            )
+        else:
+            at = x + (((image * IN_H + h) * IN_W + c) * K)[:, None] + k[None, :]
         precision: tl.constexpr = "ieee" if EXACT else "tf32"
-        a = tl.load(at, mask=(good & (c >= 0) & (c < in_w))[:, None] & wanted, other=0.0)
+        a = tl.load(at, mask=(good & (c >= 0) & (c < IN_W))[:, None] & wanted, other=0.0)
         sum0 = tl.dot(up, a.to(up.dtype), sum0, input_precision=precision)
         if TAPS == 3:
             a = tl.load(at + K, mask=good[:, None] & wanted, other=0.0)  # the middle tap is always inside the image
             sum1 = tl.dot(up, a.to(up.dtype), sum1, input_precision=precision)
-            a = tl.load(at + 2 * K, mask=(good & (c + 2 < in_w))[:, None] & wanted, other=0.0)
+            a = tl.load(at + 2 * K, mask=(good & (c + 2 < IN_W))[:, None] & wanted, other=0.0)
             sum2 = tl.dot(up, a.to(up.dtype), sum2, input_precision=precision)
     at = part + ((chunk * N + n)[:, None] * (SIZE * SIZE) + first) * K + k[None, :]
     tl.store(at, sum0, mask=wanted)
