@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,5 +47,18 @@ class CapturedFunction:
         # would share it when they are replayed in parallel.
         stream = torch.cuda.current_stream()
         own = None if stream == torch.cuda.default_stream() else stream
-        with torch.cuda.graph(self.graph, stream=own):
+        # Calls of other threads do not disturb the capture.
+        with _no_garbage_collection(), torch.cuda.graph(self.graph, stream=own, capture_error_mode="thread_local"):
             self.function(*self._inputs)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: an old graph or event that is destroyed during a capture makes the capture fail."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
