@@ -276,6 +276,10 @@ def test_progress_is_shown_unless_quiet(capsys: pytest.CaptureFixture[str]) -> N
         ),
         ({"norm": {"name": "bn"}, "norm.name": "gn"}, "tbbn.run: norm is given twice"),
         ({"data.name": "digits"}, "tbbn.run: data is given twice"),
+        (
+            {"train.optimizer": "adam", "train.momentum": 0.9},
+            r"train\.momentum has no effect with train\.optimizer = 'adam'",
+        ),
         ({"plugins": [""]}, "plugin '': must be a module's name or a Python file"),
     ],
 )

@@ -24,6 +24,7 @@ from tbbn.bench.data.sources.arrays import remember
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine import Event, Record, Run, run_lanes
 from tbbn.bench.engine import run as run_in_memory
+from tbbn.bench.engine.validate import check_used
 from tbbn.bench.extras import require_bench
 from tbbn.bench.loggers import parse_names
 from tbbn.bench.progress import RunProgress, run_progress
@@ -106,6 +107,7 @@ def run(
     if log and out is None:
         raise UserError("tbbn.run: log needs a folder for the runs; set out, such as out='runs/mine'.")
     runs = expand(layers, axes, folder)
+    check_used(given, runs[0].config)
     with run_progress(runs, quiet) as progress:
         if out is None:
             return Results(_in_memory(runs, lanes, progress, source))

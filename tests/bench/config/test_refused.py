@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tbbn.bench.config import resolve
-from tbbn.bench.engine.validate import check
+from tbbn.bench.engine.validate import check, check_used
 from tbbn.errors import UserError
 
 
@@ -72,3 +72,17 @@ def test_what_cannot_run_is_one_line_before_anything_is_done(layer: dict[str, An
     with pytest.raises(UserError, match=line) as caught:
         check(resolve(("here", layer)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "others"),
+    [
+        ("train.momentum", {}),
+        ("train.betas", {"train.optimizer": "adam"}),
+        ("train.milestones", {}),
+        ("train.gamma", {"train.schedule": "cosine", "train.first.schedule": "multistep"}),
+        ("train.milestones", {"train.schedule": "multistep", "train.first.schedule": "cosine"}),
+    ],
+)
+def test_a_setting_that_the_run_reads_may_be_asked_for(asked: str, others: dict[str, Any]) -> None:
+    check_used([asked], resolve(("test", others)))

@@ -297,8 +297,11 @@ def test_a_second_process_waits_for_the_cache(tmp_path: Path, monkeypatch: pytes
 
 
 def test_each_mistake_in_a_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere needs the folders train/<class>/ and test/<class>/"):
+    with pytest.raises(UserError, match="nowhere: no such folder$"):
         folder(tmp_path / "nowhere")
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(UserError, match="bare needs the folders train/<class>/ and test/<class>/"):
+        folder(tmp_path / "bare")
     for part in ("train", "test"):
         (tmp_path / "empty" / part).mkdir(parents=True)
     with pytest.raises(UserError, match="empty/train holds no class folders"):

@@ -69,8 +69,10 @@ def test_a_folder_is_counted_and_one_image_of_it_opened(tmp_path: Path, monkeypa
     assert found.classes == real.classes and note == ""
     assert outline(f"folder:{folder}", size=4).source.test.images.shape == (3, 3, 4, 4)
     assert outline(f"folder:{folder}", unreadable="skip").note.endswith("unreadable ones would be left out")
-    with pytest.raises(UserError, match=r"nowhere needs the folders train/<class>/"):
+    with pytest.raises(UserError, match=r"nowhere: no such folder$"):
         outline(f"folder:{tmp_path / 'nowhere'}")
+    with pytest.raises(UserError, match="dataset 'folder' needs more after a colon"):
+        outline("folder: ")
 
 
 def test_the_users_own_version_of_a_known_set_is_counted(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def _only_seed(axes: Axes, layers: Sequence[Layer]) -> int | None:
 
 def requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, str]:
     """The runs asked for, the folder that holds them, and a recipe of them."""
+    from tbbn.bench.engine.validate import check_used
     from tbbn.bench.runs.pending import expand
     from tbbn.bench.runs.recipe import Axes, parse_seeds, read_recipe, recipe_text, split_names
     from tbbn.paper import find_recipe
@@ -139,7 +140,9 @@ def requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, st
     if not args.dry_run and not args.yes:
         _ask_if_many(axes.n_runs)
     try:
-        return expand(layers, axes, folder), folder, recipe_text(layers, axes)
+        runs = expand(layers, axes, folder)
+        check_used(given, runs[0].config)
+        return runs, folder, recipe_text(layers, axes)
     except UserError:
         with suppress(OSError):  # the folder's name may be too long
             _require_plugins([folder])  # a record there may know which plugin is missing

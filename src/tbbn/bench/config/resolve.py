@@ -168,7 +168,14 @@ _OTHER_WORDS = {
     "num_exemplars": "memory.budget",
     "memory_size": "memory.budget",
     "buffer_size": "memory.budget",
+    "memory": "memory.budget",
+    "buffer": "memory.budget",
     "bs": "batch.size",
+    "gpu": "device",
+    "cuda": "device",
+    "lr_step": "train.milestones",
+    "ntasks": "data.tasks",
+    "augmentation": "batch.augment",
 }
 
 

@@ -79,7 +79,7 @@ def _load_one(name: str, arguments: dict[str, Any]) -> Source:
     parameter = inspect.signature(DATASETS.get(base)).parameters.get("argument")
     if colon and parameter is None:
         raise UserError(f"dataset {base!r} takes nothing after a colon, got {name!r}")
-    if not colon and parameter is not None and parameter.default is parameter.empty:
+    if not argument.strip() and parameter is not None and parameter.default is parameter.empty:
         raise UserError(f"dataset {base!r} needs more after a colon: {DATASETS.entry(base).description}")
     result = DATASETS.make(base, name=name, **arguments, **({"argument": argument} if colon else {}))
     if isinstance(result, Source):

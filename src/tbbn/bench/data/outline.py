@@ -43,7 +43,8 @@ def outline(
 
 
 def _outline_one(name: str, root: Path, size: int | None, unreadable: str, split: float) -> Outline:
-    if (name not in FACTS and not name.startswith("folder:")) or is_packed(root / f"{name}-packed"):
+    is_folder = name.startswith("folder:") and name.removeprefix("folder:").strip()
+    if (name not in FACTS and not is_folder) or is_packed(root / f"{name}-packed"):
         return Outline(loading.load(name, root, download=False, size=size, unreadable=unreadable, split=split))
     if name not in OFFICIAL or not OFFICIAL[name].files_present(root):
         listed = list_named(name, root, split)

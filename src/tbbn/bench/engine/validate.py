@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,21 @@ def check(config: RunConfig) -> RunConfig:
         _check_online(config)
     device_of(config)
     return config
+
+
+def check_used(asked: Collection[str], config: RunConfig) -> None:
+    """Refuse settings that somebody asked for and that a run with this config would not read."""
+    train = config.train
+    schedules = {train.schedule, train.of_task(0).schedule}
+    unused = {
+        "train.momentum": (train.optimizer != "sgd", f"train.optimizer = {train.optimizer!r}"),
+        "train.betas": (train.optimizer == "sgd", "train.optimizer = 'sgd'"),
+        "train.milestones": ("multistep" not in schedules, f"train.schedule = {train.schedule!r}"),
+        "train.gamma": ("multistep" not in schedules, f"train.schedule = {train.schedule!r}"),
+    }
+    for name, (is_unused, reason) in unused.items():
+        if name in asked and is_unused:
+            raise UserError(f"{name} has no effect with {reason}; leave one of them out.")
 
 
 def _check_training(config: RunConfig) -> None:

@@ -47,6 +47,8 @@ def list_folder(
 
     `split` is for a folder without test images: the fraction of each class's images that become test images.
     """
+    if not folder.is_dir():
+        raise UserError(f"{owner}: {folder}: no such folder")
     if split:
         return _list_divided(owner, folder, classes, split)
     if not is_image_folder(folder):
@@ -80,8 +82,6 @@ def _list_divided(owner: str, folder: Path, classes: list[str] | None, split: fl
     """
     if is_image_folder(folder):
         raise UserError(f"{owner}: {folder} has test images of its own; leave the split out")
-    if not folder.is_dir():
-        raise UserError(f"{owner}: {folder}: no such folder")
     whole = folder / "train" if (folder / "train").is_dir() else folder
     names = class_names(whole) if classes is None else classes
     if not names:
