@@ -11,7 +11,7 @@ from tinyrun import finish, tiny
 from torch import Tensor
 from torch.nn import functional as F
 
-from tbbn.bench.analysis.drift import drift, drift_table
+from tbbn.bench.analysis.drift import LayerDrift, drift, drift_table
 from tbbn.bench.analysis.loading import run_after
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.runs.saved import run_saved
@@ -102,3 +102,12 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     run_saved(tiny(norm="bn", save__tasks="none", train__epochs=1), tmp_path / "run")
     with pytest.raises(UserError, match=r"network after task 1 is not saved; --save.tasks all"):
         run_after(tmp_path / "run", 0)
+
+
+def test_of_many_runs_the_table_has_a_row_each_that_fits_a_terminal() -> None:
+    runs = [[LayerDrift("a", 0.1 * n, 0.2, 0.5), LayerDrift("b", 0.3 * n, 0.4, 0.7)] for n in (1, 2, 3)]
+    table = drift_table(["x", "y", "z"], runs)
+    assert table.rows[1:] == (("y", "0.400", "30.0", "60.0"), ("z", "0.600", "30.0", "60.0"))
+    assert max(map(len, table.render("text").splitlines())) <= 110
+    both = drift_table(["x", "y"], runs[:2])
+    assert both.rows[0] == ("a", "0.100", "20.0", "50.0", "0.200", "20.0", "50.0") and len(both.rows) == 3

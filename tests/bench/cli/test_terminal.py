@@ -86,6 +86,7 @@ def test_training_goes_on_when_nobody_reads(closed: str, lanes: str, tmp_path: P
     assert (code == 0) == are_results_written
     statuses = [load_record(tmp_path / "x" / f"ft-bn-{seed}").status for seed in (0, 1)]
     assert statuses == ["finished", "finished"]
+    assert (tmp_path / "x" / "accuracy.png").exists()
 
 
 def test_a_signal_without_a_reader_of_standard_error_stops_and_saves(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def test_a_second_process_waits_for_the_cache(tmp_path: Path, monkeypatch: pytes
 
 
 def test_each_mistake_in_a_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: no such folder$"):
+    with pytest.raises(UserError, match=r"nowhere: no such folder$"):
         folder(tmp_path / "nowhere")
     (tmp_path / "bare").mkdir()
     with pytest.raises(UserError, match="bare needs the folders train/<class>/ and test/<class>/"):

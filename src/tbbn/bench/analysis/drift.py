@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -148,26 +149,29 @@ def _compare(name: str, layer: nn.Module, tasks: Sequence[Moments]) -> LayerDrif
     return LayerDrift(name, float(off), float(wide), newest)
 
 
+_SIDE_BY_SIDE = 2  # runs whose layers fit a terminal
+_NOTES = (
+    "mean off, std off: running statistics against those of all tasks in equal parts, mean over channels.",
+    "newest task: its weight in the running mean; the past tasks share the rest.",
+)
+
+
 def drift_table(labels: Sequence[str], drifts: Sequence[Sequence[LayerDrift]]) -> Table:
-    """A row for each layer, three columns for each run."""
-    rows = [
-        (
-            same[0].layer,
-            *(cell for d in same for cell in (f"{d.mean:.3f}", f"{100 * d.std:.1f}", f"{100 * d.newest:.1f}")),
-        )
-        for same in zip(*drifts, strict=True)
-    ]
+    """A row for each layer, three columns for each run; of more than two runs, a row for each with its mean over layers."""
+    names = ("mean off, sd", "std off, %", "newest task, %")
     averages = [
-        f"{scale * sum(getattr(d, key) for d in layers) / len(layers):{form}}"
+        LayerDrift("all layers", *(fmean(getattr(d, key) for d in layers) for key in ("mean", "std", "newest")))
         for layers in drifts
-        for key, scale, form in (("mean", 1, ".3f"), ("std", 100, ".1f"), ("newest", 100, ".1f"))
     ]
-    header = (
-        "layer",
-        *(cell for label in labels for cell in (f"{label}: mean off, sd", "std off, %", "newest task, %")),
-    )
-    notes = (
-        "mean off, std off: running statistics against those of all tasks in equal parts, mean over channels.",
-        "newest task: its weight in the running mean; the past tasks share the rest.",
-    )
-    return Table(header, (*rows, ("all layers", *averages)), notes)
+    if len(drifts) > _SIDE_BY_SIDE:
+        rows = [(label, *_cells(average)) for label, average in zip(labels, averages, strict=True)]
+        return Table(
+            ("run", *names), tuple(rows), (*_NOTES, "Means over layers; one or two runs are shown layer by layer.")
+        )
+    layers = [*zip(*drifts, strict=True), averages]
+    header = ("layer", *(cell for label in labels for cell in (f"{label}: {names[0]}", *names[1:])))
+    return Table(header, tuple((same[0].layer, *(cell for d in same for cell in _cells(d))) for same in layers), _NOTES)
+
+
+def _cells(drift: LayerDrift) -> tuple[str, str, str]:
+    return f"{drift.mean:.3f}", f"{100 * drift.std:.1f}", f"{100 * drift.newest:.1f}"

@@ -246,18 +246,19 @@ def _print_results(runs: list[PendingRun], records: list[Record], folder: Path, 
     from tbbn.bench.report.plots import figure
     from tbbn.bench.report.tables import summary_table
 
+    try:  # first: whoever reads the results may stop reading after a line
+        drawn = printable(f"accuracy curves: {save_figure(figure(records), folder / 'accuracy.png')}")
+    except (UserError, OSError) as error:  # the runs are done: no picture is not a failure
+        reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
+        drawn = ""
+        print(printable(f"no picture: {reason}"), file=sys.stderr)
     if as_json:
         print(json.dumps([_summary(run, record) for run, record in zip(runs, records, strict=True)], indent=1))
     else:
         print(summary_table(records).render("text") + "\n")
         print(printable(f"details of a run: tbbn show {runs[0].directory}"))
-    try:
-        picture = save_figure(figure(records), folder / "accuracy.png")
-    except (UserError, OSError) as error:  # the runs are done and their results printed: no picture is not a failure
-        reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
-        print(printable(f"no picture: {reason}"), file=sys.stderr)
-    else:
-        print(printable(f"accuracy curves: {picture}"), file=sys.stderr if as_json else sys.stdout)
+    if drawn:
+        print(drawn, file=sys.stderr if as_json else sys.stdout)
 
 
 def _summary(run: PendingRun, record: Record) -> dict[str, Any]:
