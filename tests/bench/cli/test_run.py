@@ -128,17 +128,8 @@ def test_the_command_line_overrides_a_recipe_file(tmp_path: Path, capsys: Captur
 
 def test_every_way_to_write_a_setting(tmp_path: Path, capsys: Capture) -> None:
     words = ["run", "--data.name=synthetic", "--norm.name", "gn", "--norm.groups=8", "--data.online", "--dry-run"]
-    words += [
-        "--train.schedule",
-        "multistep",
-        "--train.milestones",
-        "0.4,0.8",
-        "--data.class_order_seed",
-        "-1",
-        "--quirks",
-        "no-affine",
-        "--json",
-    ]
+    words += ["--train.schedule", "multistep", "--train.milestones", "0.4,0.8", "--data.class_order_seed", "-1"]
+    words += ["--quirks", "no-affine", "--json"]
     assert main(words) == 0
     tree = json.loads(capsys.readouterr().out)["config"]
     assert tree["data"]["name"] == "synthetic" and tree["data"]["online"] is True
