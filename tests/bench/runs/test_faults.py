@@ -19,7 +19,7 @@ from tinyrun import tiny
 from torch import Tensor
 
 from tbbn.bench.cli.main import main
-from tbbn.bench.engine import Run
+from tbbn.bench.engine import EpochEnded, Event, Run
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.step import Step
 from tbbn.bench.files import locked
@@ -289,6 +289,19 @@ def test_other_runs_of_a_sweep_continue_when_one_diverges(
     capsys.readouterr()
     states = {norm: load_record(tmp_path / "x" / f"ft-{norm}-0").status for norm in ("bn", "brn", "tbbn")}
     assert states == {"bn": "finished", "brn": "diverged", "tbbn": "finished"}
+
+
+def test_a_folder_that_is_deleted_during_a_run_is_written_again(tmp_path: Path) -> None:
+    folder, deleted = tmp_path / "run", []
+
+    def delete(event: Event) -> None:
+        if isinstance(event, EpochEnded) and not deleted:
+            shutil.rmtree(folder)
+            deleted.append(event)
+
+    record = run_saved(tiny(), folder, on_event=delete, every=0.0)
+    assert deleted and record.status == "finished" and load_record(folder).accuracy == record.accuracy
+    assert not any(finding.problem for finding in verify(folder))
 
 
 def test_saving_does_not_change_a_run(tmp_path: Path) -> None:
