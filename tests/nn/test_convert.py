@@ -9,6 +9,7 @@ from torch import nn
 import tbbn
 from tbbn.errors import UserError
 from tbbn.nn import is_balanced
+from tbbn.nn.plan import PlanOptions
 from tbbn.plugins import temporary
 from tbbn.registry import NORMS, register_norm
 
@@ -148,6 +149,36 @@ def test_any_norm_becomes_any_other_as_batch_norm_would(first, second):
     assert state.keys() == wanted.keys()
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
     assert model[1](torch.randn(6, 4, 2, 2, 2)).shape == (6, 4, 2, 2, 2)
+
+
+# What a layer made by hand has beside batch norm's settings.
+OWN_SETTINGS = {
+    "bn": {},
+    "in": {"num_groups": 32},
+    "gn": {"num_groups": 16},
+    "sn": {"unbiased": False},
+    "brn": {"r_max": 3.0, "d_max": 5.0, "eps_on_std": False, "momentum": 0.01},
+    "cn": {"groups": 16},
+    "tbbn": {"options": PlanOptions(), "output_statistics": False, "sync": False, "process_group": None},
+    "adab2n": {"max_tasks": 100, "kappa": 1.0, "strength": 0.1},
+    "weighted": {"options": PlanOptions("weighted"), "output_statistics": False, "sync": False, "process_group": None},
+}
+
+
+@pytest.mark.parametrize("norm", sorted(NORMS))
+def test_a_norm_made_by_hand_has_the_settings_of_batch_norm_and_its_own_as_published(norm):
+    found = NORMS.get(norm)
+    plain = nn.BatchNorm2d(32)
+    for cls in found if isinstance(found, tuple) else [found]:
+        layer = cls(32)
+        for name in ("eps", "momentum", "affine", "track_running_stats"):
+            if hasattr(layer, name):
+                assert getattr(layer, name) == OWN_SETTINGS[norm].get(name, getattr(plain, name)), name
+        assert torch.equal(layer.weight, plain.weight) and torch.equal(layer.bias, plain.bias)
+        assert {name: getattr(layer, name) for name in OWN_SETTINGS[norm]} == OWN_SETTINGS[norm]
+        assert {t.dtype for t in layer.parameters()} == {torch.float32} and {
+            t.device.type for t in layer.parameters()
+        } == {"cpu"}
 
 
 @pytest.mark.parametrize(

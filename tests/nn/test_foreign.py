@@ -468,3 +468,36 @@ def test_what_a_layer_does_not_pass_on_is_the_default_of_torch():
     torch.testing.assert_close(bare.running_mean, plain.running_mean)
     torch.testing.assert_close(bare.running_var, plain.running_var)
     torch.testing.assert_close(bare.eval()(x), plain.eval()(x))
+
+
+class LeavesOut(nn.BatchNorm2d):
+    """Calls ``F.batch_norm`` without what it may leave out."""
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+
+class LeavesOutTraining(nn.BatchNorm2d):
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+class InOrder(nn.BatchNorm2d):
+    def forward(self, x):
+        running = self.running_mean, self.running_var
+        return F.batch_norm(x, *running, self.weight, self.bias, self.training, 0.7, 0.5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cls", [LeavesOut, LeavesOutTraining, InOrder], ids=lambda c: c.__name__)
+def test_a_replaced_call_means_what_it_means_to_torch(cls, training, x):
+    plain, layer = (ready(cls).train(training) for _ in range(2))
+    for one in (plain, layer):
+        one.running_mean += 0.3
+        one.running_var *= 1.7
+    layer = tbbn.convert(layer)
+    if cls is LeavesOutTraining and training:  # it normalises by its running statistics, and so does the new layer
+        with tbbn.balance(layer, **EIGHT):
+            assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer.running_mean, plain.running_mean) and torch.equal(layer.running_var, plain.running_var)

@@ -215,6 +215,12 @@ def test_datasets_of_any_kind_through_a_loader():
         assert rows.shape == (8,) and (rows[:6] < 40).all() and (rows[6:] >= 1000).all()
 
 
+def test_a_sampler_has_the_papers_batches_until_both_datasets_are_seen_unless_it_is_told_otherwise():
+    sampler = tbbn.ReplayBatchSampler(100, 70)
+    assert (sampler.current, sampler.memory, sampler.seed, sampler.epoch) == (48, 16, 0, 0)
+    assert len(sampler) == 5  # 70 rows in batches of 16
+
+
 def test_the_first_task_has_no_memory():
     sampler = tbbn.ReplayBatchSampler(50, [], current=6, memory=2)
     assert (sampler.current, sampler.memory) == (8, 0)

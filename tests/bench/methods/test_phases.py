@@ -38,9 +38,9 @@ def test_second_phases_need_a_memory_and_epochs(name: str, world: Any) -> None:
 
 def test_eeil_s_second_phase(world: Any) -> None:
     eeil = method("eeil", {"balanced_epochs": 7})
-    phase = eeil.phases(world.context(eeil, number=1))[1]
-    assert (phase.rows, phase.epochs, phase.lr_factor, phase.schedule) == ("balanced", 7, 0.1, "constant")
-    assert phase.trainable == "all" and not phase.eval_mode
+    main, phase = eeil.phases(world.context(eeil, number=1))
+    assert main == Phase()
+    assert phase == Phase("balanced", "balanced", "balanced_loss", epochs=7, lr_factor=0.1, schedule="constant")
     quirky = method("eeil", {"unbalanced_phase": True})
     assert quirky.phases(world.context(quirky, number=1))[1].rows == "oversampled"
 
@@ -83,16 +83,73 @@ def test_bic_fits_the_newest_correction_and_never_in_the_main_phase(world: Any) 
     head = context.network.head
     assert isinstance(head, BiasCorrectedHead)
     main, phase = bic.phases(context)
-    assert (phase.rows, phase.epochs, phase.momentum, phase.weight_decay) == ("holdout", 200, 0.9, 0.0)
-    assert (phase.eval_mode, phase.schedule, phase.keep) == (True, "constant", "last")
+    assert main == Phase()
+    assert phase == Phase(
+        "correction",
+        "holdout",
+        "correction_loss",
+        "correction",
+        200,
+        schedule="constant",
+        momentum=0.9,
+        weight_decay=0.0,
+        eval_mode=True,
+        keep="last",
+        uses_previous=False,
+    )
     assert ids(bic.parameters(context.network, phase.trainable)) == {id(head.alphas[2]), id(head.betas[2])}
     left_out = ids(list(context.network.parameters())) - ids(bic.parameters(context.network, main.trainable))
     assert left_out == ids([*head.alphas, *head.betas])
 
 
-def test_joint_trains_on_everything_without_a_memory() -> None:
-    joint = method("joint")
-    assert joint.all_data and not joint.uses_memory
+def test_what_the_engine_reads_off_a_method() -> None:
+    """Whether it needs the previous network, maps of stages, a memory or all data, and whether features may be negative."""
+    found = {
+        fact: {name for name in METHODS if getattr(method(name), fact)}
+        for fact in ("needs_previous", "needs_stages", "last_relu", "uses_memory", "all_data")
+    }
+    everything = set(METHODS)
+    assert found == {
+        "needs_previous": {"afc", "bic", "eeil", "icarl", "lucir", "podnet", "ssil", "wa"},
+        "needs_stages": {"afc", "podnet"},
+        "last_relu": everything - {"afc", "lucir", "podnet"},
+        "uses_memory": everything - {"joint"},
+        "all_data": {"joint"},
+    }
+
+
+def test_a_phase_is_the_main_one_with_the_settings_of_the_run_unless_it_says_otherwise() -> None:
+    assert vars(Phase()) == {
+        "name": "train",
+        "rows": "replay",
+        "loss": "loss",
+        "trainable": "all",
+        "epochs": None,
+        "lr": None,
+        "lr_factor": 1.0,
+        "schedule": None,
+        "momentum": None,
+        "weight_decay": None,
+        "eval_mode": False,
+        "keep": None,
+        "uses_previous": True,
+    }
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_only_bic_holds_rows_out_and_only_balaug_shows_more_views(name: str) -> None:
+    assert method(name).holdout() == (0.1 if name == "bic" else 0.0)
+    assert method(name).memory_views(5) == (15 if name == "balaug" else 1)
+
+
+def test_the_parameters_of_every_kind_of_phase(world: Any) -> None:
+    context = world.context(method("ft"), number=2)
+    net, ft = context.network, method("ft")
+    assert ids(ft.parameters(net, "all")) == ids(list(net.parameters()))
+    assert ids(ft.parameters(net, "head")) == ids(list(net.head.parameters()))
+    old = [p for task in (0, 1) for p in net.head.block(task)]
+    assert len(old) == 4  # weights and biases of two tasks
+    assert ids(ft.parameters(net, "newest")) == ids(list(net.parameters())) - ids(old)
 
 
 def test_balaug_shows_three_views_for_each_past_task() -> None:

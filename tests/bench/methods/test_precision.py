@@ -70,3 +70,15 @@ def test_means_of_exemplars_are_taken_in_float32(name: str, world: Any, monkeypa
         means.append(context.network.recall("exemplar_means"))
         assert means[-1].dtype == torch.float32
     assert torch.equal(*means)
+
+
+def test_the_importance_of_channels_is_summed_in_float32(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast the maps, and so their gradients, are bf16 numbers."""
+    afc = method("afc")
+    context = world.context(afc, number=1)
+    monkeypatch.setattr(torch.autograd, "grad", lambda loss, maps: [torch.full_like(m, 0.1).bfloat16() for m in maps])
+    stored: dict[str, Tensor] = {}
+    monkeypatch.setattr(context.network, "remember", stored.__setitem__)
+    afc.after_training(context)
+    assert stored.keys() == {"importance_0", "importance_1", "importance_2"}
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}

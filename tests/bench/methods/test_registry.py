@@ -111,6 +111,60 @@ def test_a_number_out_of_range_is_refused(name: str, option: str, value: float, 
         method(name, {option: value})
 
 
+# The default of every option, and what it accepts; True or False alone: the option is a switch.
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "afc": {"importance_weight": (4.0, "at least 0"), "importance_moves_statistics": False},
+    "balaug": {"views_per_task": (3, "at least 1")},
+    "bic": {
+        "temperature": (2.0, "positive"),
+        "held_out": (0.1, "positive and below 1"),
+        "correction_epochs": (200, "at least 0"),
+        "offset_penalty": (0.05, "at least 0"),
+    },
+    "derpp": {"alpha": (0.1, "at least 0"), "beta": (0.5, "at least 0")},
+    "eeil": {
+        "kd": (1.0, "at least 0"),
+        "temperature": (2.0, "positive"),
+        "balanced_epochs": (40, "at least 0"),
+        "balanced_lr_factor": (0.1, "at least 0"),
+        "skip_newest_head": False,
+        "unbalanced_phase": False,
+    },
+    "icarl": {"kd": (1.0, "at least 0")},
+    "lucir": {
+        "less_forget": (5.0, "at least 0"),
+        "ranking": (1.0, "at least 0"),
+        "margin": (0.5, "at least 0"),
+        "top_k": (2, "at least 1"),
+        "imprint": False,
+    },
+    "podnet": {"pod_flat": (1.0, "at least 0"), "pod_spatial": (3.0, "at least 0")},
+    "ssil": {"kd": (1.0, "at least 0"), "temperature": (2.0, "positive"), "kd_last_task_only": False},
+    "wa": {"temperature": (2.0, "positive")},
+}
+PROXIES: dict[str, Any] = {
+    "n_proxies": (10, "at least 1"),
+    "finetune_epochs": (20, "at least 0"),
+    "finetune_lr": (0.05, "positive"),
+    "classifier": ("proxies", "proxies or nme"),
+    "scale": (0.0, "at least 0"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_the_options_have_their_published_defaults_and_accept_what_makes_sense(name: str) -> None:
+    known = METHODS.options(name)
+    shared = PROXIES if name in ("podnet", "afc") else {}
+    found = {
+        key: one.default if isinstance(one.default, bool) else (one.default, one.accepts) for key, one in known.items()
+    }
+    assert found == {**shared, **ACCEPTED.get(name, {})}
+    assert {key: type(one.default) for key, one in known.items()} == {
+        key: type(wanted if isinstance(wanted, bool) else wanted[0])
+        for key, wanted in {**shared, **ACCEPTED.get(name, {})}.items()
+    }
+
+
 @temporary()
 def test_a_method_of_one_s_own_gets_the_same_checks() -> None:
     @register_method("mine")

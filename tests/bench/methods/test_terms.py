@@ -198,6 +198,77 @@ def test_k_means_never_draws_a_point_at_distance_zero_from_its_seeds(monkeypatch
     assert terms.k_means(points, 2, seed(), n_iterations=0).tolist() == [[1.0, 2.0], [5.0, 2.0]]
 
 
+def slow_seeds(points: list[list[float]], draws: list[float]) -> list[list[float]]:
+    """k-means++ (Arthur & Vassilvitskii, 2007): a point's chance is its squared distance from the nearest seed so far."""
+    seeds: list[list[float]] = []
+    for draw in draws:
+        weights = [min((math.dist(p, s) ** 2 for s in seeds), default=1.0) for p in points]
+        reach = 0.0
+        for p, weight in zip(points, weights, strict=True):
+            reach += weight
+            if reach > draw * sum(weights):
+                seeds.append(p)
+                break
+    return seeds
+
+
+def test_the_seeds_of_k_means_are_drawn_by_their_distance_from_all_seeds_before() -> None:
+    points = randn(40, 3, value=20)
+    draws = torch.rand(8, generator=seed(21), dtype=torch.float64).tolist()
+    found = terms.k_means(points, 8, seed(21), n_iterations=0)
+    assert found.tolist() == slow_seeds(points.tolist(), draws)
+
+
+def test_a_draw_beyond_the_last_point_takes_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda n, **_: torch.ones(n, dtype=torch.float64))  # rounding may bring it there
+    points = torch.tensor([[0.0], [2.0], [3.0]])
+    assert terms.k_means(points, 2, seed(), n_iterations=0).tolist() == [[3.0], [3.0]]
+
+
+def test_k_means_stops_after_fifty_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = terms.class_means
+    monkeypatch.setattr(terms, "class_means", lambda *given: calls.append(1) or real(*given))
+    terms.k_means(randn(9, 2), 3, seed())
+    assert len(calls) == 50
+
+
+def test_a_centre_without_points_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = torch.tensor([[1.0], [1.0], [4.0]])
+    monkeypatch.setattr(torch, "rand", lambda n, **_: torch.zeros(n, dtype=torch.float64))
+    # The third seed falls on the second, whose point is nearest to the first of equals.
+    assert terms.k_means(points, 3, seed(), n_iterations=2).tolist() == [[1.0], [4.0], [4.0]]
+
+
+def test_devices_without_float64_leave_sums_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, labels, points = randn(5, 2, value=10), torch.tensor([0, 2, 2, 0, 1]), randn(30, 2, value=22)
+    wanted, centres = terms.class_means(values, labels, 4), terms.k_means(points, 3, seed(4), n_iterations=3)
+    asked: list[str] = []
+
+    def has_float64(device: torch.device) -> bool:
+        asked.append(device.type)
+        return len(asked) != 1
+
+    monkeypatch.setattr(terms, "_has_float64", has_float64)
+    means, counts = terms.class_means(values, labels, 4)
+    assert torch.equal(means, wanted[0]) and torch.equal(counts, wanted[1].float()) and counts.dtype == torch.float32
+    assert asked == ["cpu", "cpu"]
+    asked.clear()
+    assert torch.equal(terms.k_means(points, 3, seed(4), n_iterations=3), centres)
+    assert asked == ["cpu"] * 5  # itself twice, and the means of three iterations
+
+
+def test_only_a_cpu_and_cuda_are_known_to_have_float64() -> None:
+    found = {name for name in ("cpu", "cuda", "mps", "xpu") if terms._has_float64(torch.device(name))}
+    assert found == {"cpu", "cuda"}
+
+
+def test_the_mean_of_a_class_of_one_row_is_the_row() -> None:
+    values = randn(3, 2, value=23)
+    means, counts = terms.class_means(values, torch.tensor([2, 0, 2]), 3)
+    assert torch.equal(means[0], values[1]) and counts.tolist() == [1, 0, 2]
+
+
 HALF_LABELS = torch.tensor([0, 1, 2, 3, 1])
 IN_FLOAT32 = {
     "cross_entropy": lambda cast: terms.cross_entropy(cast(S), HALF_LABELS),

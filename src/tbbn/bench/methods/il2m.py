@@ -30,15 +30,14 @@ FACTORS = "factors"  # by which its score is multiplied; 1 for new classes
 
 
 class _Scores(NamedTuple):
-    means: Tensor  # (classes,) the mean score of each class over its own rows
-    counts: Tensor  # (classes,) the number of its rows
+    means: Tensor  # (classes,) the mean score of each class over its own rows; 0 without any
     best: Tensor  # () the mean best score over all rows
 
 
 def _own_scores(context: TaskContext, rows: Tensor) -> _Scores:
     scores, labels = context.outputs(rows).logits.float(), context.labels(rows)
-    means, counts = class_means(scores.gather(1, labels[:, None]), labels, context.n_classes)
-    return _Scores(means[:, 0], counts, scores.amax(1).mean())
+    means, _ = class_means(scores.gather(1, labels[:, None]), labels, context.n_classes)
+    return _Scores(means[:, 0], scores.amax(1).mean())
 
 
 @register_method("il2m", "fine-tuning, past scores rectified by statistics kept from when they were learnt")
@@ -57,8 +56,8 @@ class Il2m(FineTune):
             now = _own_scores(context, context.memory.index)
             rectified = learnt / now.means * new.best / confidence
             is_old = torch.arange(context.n_classes, device=learnt.device) < n_old
-            # A class without exemplars has no mean score now, and a mean of 0 no ratio.
-            factors = torch.where(is_old & (now.counts > 0) & rectified.isfinite(), rectified, factors)
+            # A mean score of 0, as of a class without exemplars, has no ratio.
+            factors = torch.where(is_old & rectified.isfinite(), rectified, factors)
         for name, tensor in ((LEARNT, learnt), (CONFIDENCE, confidence), (FACTORS, factors)):
             network.remember(name, tensor)
 
