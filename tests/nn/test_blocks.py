@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import replicate
 from torch.utils.checkpoint import checkpoint
 
 import tbbn
 from tbbn.errors import UserError
+from tbbn.nn import active
+from tbbn.nn.plan import Layout
 
 EIGHT, SIX = {"current": 8, "memory": 4, "past_tasks": 2}, {"current": 6, "memory": 6, "past_tasks": 3}
 OUTSIDE = "A training forward outside tbbn.balance"
@@ -239,3 +242,136 @@ def test_several_rows_a_sample_are_repeated_as_they_were(use_reentrant):
         y.pow(3).sum().backward()
         found.append(x.grad)
     torch.testing.assert_close(*found)
+
+
+# -- what a layer remembers of its forwards
+
+
+def forward_of(layout, value=0.0, folded=False, shape=(2, 3)):
+    block = None if layout is None else active.Block(None, layout, {}, 2 if folded else 1)
+    return active.Forward.of(block, torch.full(shape, float(value)))
+
+
+A, B = Layout(6, 2, 2), Layout(4, 4, 2)
+
+
+def test_the_pixel_in_the_middle_of_the_last_row_tells_a_forward():
+    for shape, middle in (((2, 3), ()), ((2, 3, 5), (2,)), ((2, 3, 4, 7), (2, 3)), ((2, 3, 2, 3, 1), (1, 1, 0))):
+        x = torch.arange(torch.Size(shape).numel()).float().view(shape)
+        forward = active.Forward.of(None, x)
+        assert forward.pixel.tolist() == [x[(1, c, *middle)].item() for c in range(3)]
+        x.zero_()
+        assert forward.pixel.any(), "a copy: a layer after this one may work in place"
+
+
+def test_a_forward_without_rows_or_values_is_told_by_no_pixel():
+    assert forward_of(A, shape=(0, 3)).pixel is None and forward_of(A, shape=(1, 3)).pixel is not None
+    seen = []
+    torch.func.vmap(lambda x: seen.append(active.Forward.of(None, x)) or x)(torch.zeros(2, 4, 3))
+    with FakeTensorMode():
+        seen.append(active.Forward.of(None, torch.zeros(4, 3)))
+    assert [forward.pixel for forward in seen] == [None, None]
+
+
+def test_forwards_are_alike_if_a_repetition_need_not_tell_them_apart():
+    assert forward_of(None).key() is None and not forward_of(None).folded
+    assert forward_of(A, 1).key() == forward_of(Layout(6, 2, 2), 2).key()
+    others = [
+        forward_of(B),
+        forward_of(A, folded=True),
+        forward_of(Layout(6, 2, 3)),
+        forward_of(Layout(6, 2, 2, rule="uneven")),
+    ]
+    mask = torch.tensor([True, False])
+    others += [forward_of(Layout(1, 1, 2, mask)), forward_of(Layout(1, 1, 2, ~mask)), forward_of(Layout(1, 1, 2))]
+    assert len({forward_of(A).key(), *(one.key() for one in others)}) == 8
+    assert forward_of(Layout(1, 1, 2, mask)).key() == forward_of(Layout(1, 1, 2, mask.clone())).key()
+    ids = torch.tensor([1, 0])
+    known = Layout(1, 1, 1, task_ids=ids)
+    assert forward_of(known).key() == forward_of(known, 3).key() != forward_of(Layout(1, 1, 1, task_ids=ids)).key()
+
+
+def kept(*forwards):
+    made = active.Forwards()
+    for forward in forwards:
+        made.append(forward)
+    return made
+
+
+def found(forwards, value):
+    return forwards.repeated("Norm", torch.full((2, 3), float(value)))
+
+
+def test_forwards_of_one_layout_need_no_telling_apart():
+    assert found(kept(), 1) is None
+    first, last = forward_of(A, 1), forward_of(A, 2)
+    assert found(kept(first, last), 7) is last
+    assert first.repeated and last.repeated
+
+
+def test_a_repeated_forward_is_found_by_its_pixel_but_for_rounding():
+    both = kept(forward_of(A, 100), forward_of(B, 200))
+    for value in (98.1, 100, 101.9):
+        assert found(both, value).layout is A
+    assert found(both, 201).layout is B
+    for value in (97.9, 102.2, -100, 0):
+        with pytest.raises(UserError, match=r"Norm: activation checkpointing repeats a forward, and several layouts"):
+            found(both, value)
+    with pytest.raises(UserError, match="several layouts"):
+        both.repeated("Norm", torch.full((2, 3), 100.0).double())
+    with pytest.raises(UserError, match="several layouts"):
+        both.repeated("Norm", torch.full((2, 4), 100.0))
+    with pytest.raises(UserError, match="several layouts"):
+        found(kept(active.Forward(A, None), active.Forward(B, None)), 1)
+
+
+def test_the_same_input_with_two_layouts_is_the_one_whose_backward_has_not_run():
+    first, second = forward_of(A, 1), forward_of(B, 1)
+    both = kept(first, second)
+    first.repeated = True
+    assert found(both, 1) is second and second.repeated
+    with pytest.raises(UserError, match="several layouts"):
+        found(both, 1)
+
+
+def test_thirty_two_forwards_are_remembered_and_of_older_ones_whether_their_layouts_differ():
+    many = [forward_of(A, value) for value in range(40)]
+    forwards = kept(*many)
+    assert list(forwards.last) == many[-32:] and forwards.older == {many[0].key()}
+    assert found(forwards, 3) is many[-1]  # all had one layout
+    mixed = kept(forward_of(B, 50), *many[:32])
+    assert found(mixed, 31) is many[31]
+    with pytest.raises(UserError, match="several layouts"):
+        found(mixed, 50)  # forgotten, and the others had another layout
+    for past in range(9):
+        mixed.append(forward_of(Layout(6, 2, past), 60))
+    assert len(mixed.older) == 2 and len(mixed.last) == 32
+
+
+@pytest.mark.parametrize(
+    ("samples", "per_sample", "rows", "folds"),
+    [
+        *((4, 1, 4, 1), (4, 1, 8, 1)),
+        *((4, 2, 8, 2), (4, 2, 4, 1), (4, 2, 12, 1), (4, 2, 9, 1)),
+        *((4, "any", 12, 3), (4, "any", 4, 1), (4, "any", 9, 1)),
+        *((0, "any", 5, 1), (0, 2, 0, 1)),
+    ],
+)
+def test_rows_of_a_sample_are_folded_where_they_fit(samples, per_sample, rows, folds):
+    assert active.Block(None, Layout(samples, 0, 0), {}, per_sample).folds(rows) == folds
+
+
+def test_a_block_is_left_by_its_owner_the_innermost_first():
+    layer, owner, other = nn.Linear(1, 1), object(), object()
+    one, two, three = (active.Block(who, A, {layer: n}) for n, who in enumerate((owner, other, owner)))
+    for block in (one, two, three):
+        active.enter(block)
+    assert active.find(layer) is three and active.find(nn.Linear(1, 1)) is None
+    active.leave(owner)
+    assert active.find(layer) is two
+    active.leave(object())  # of nobody here
+    assert active.find(layer) is two
+    active.leave(other)
+    assert active.find(layer) is one
+    active.leave(owner)
+    assert active.find(layer) is None

@@ -243,6 +243,21 @@ def test_lazy_batch_norm_learns_its_channels_later(options, x):
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"eps": 0.1}, {"momentum": 0.3}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("norm", ["bn", "tbbn", "weighted"])
+def test_a_lazy_layer_keeps_its_settings(norm, options, x):
+    old, new = nn.LazyBatchNorm2d(**options), tbbn.convert(nn.LazyBatchNorm2d(**options), norm)
+    for name in ("eps", "momentum", "affine", "track_running_stats"):
+        assert getattr(new, name) == getattr(old, name), name
+    assert torch.equal(new(x), old(x)) and torch.equal(new.eval()(x), old.eval()(x))
+    assert new.state_dict().keys() == old.state_dict().keys() and new.num_features == 2
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_lazy_batch_norm_goes_there_and_back_untouched(dims):
     lazy, plain = getattr(nn, f"LazyBatchNorm{dims}d"), getattr(nn, f"BatchNorm{dims}d")

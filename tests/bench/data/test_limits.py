@@ -20,9 +20,11 @@ import PIL.Image
 import pytest
 
 from tbbn.bench.config import read_toml
+from tbbn.bench.data.loading import load
+from tbbn.bench.data.packed import index, stream, workers
 from tbbn.bench.data.packed.index import read_index
 from tbbn.bench.data.packed.workers import image_sizes
-from tbbn.bench.data.sources import archives, formats
+from tbbn.bench.data.sources import archives, bundled, decoding, folders, formats, images, listing, unpickling
 from tbbn.bench.data.sources.decoding import MAX_PIXELS, Unreadable, open_image
 from tbbn.bench.data.sources.listing import chosen_classes
 from tbbn.bench.data.sources.unpickling import unpickle
@@ -32,7 +34,51 @@ from tbbn.bench.runs.record import load_predictions, load_record
 from tbbn.bench.runs.verify import verify
 from tbbn.errors import UserError
 
+LIMITS = {
+    (archives, "_MAX_MEMBERS"): 1_048_576,
+    (archives, "_MAX_BYTES"): 34_359_738_368,  # 32 GiB
+    (archives, "_MAX_READ"): 16_777_216,  # 16 MiB
+    (bundled, "_MAX_BYTES"): 4_294_967_296,  # 4 GiB
+    (decoding, "MAX_PIXELS"): 67_108_864,
+    (folders, "_CACHED_FROM"): 1_073_741_824,  # 1 GiB
+    (formats, "LARGEST"): 1_073_741_824,
+    (images, "_IMAGES_PER_TASK"): 64,
+    (index, "_LARGEST"): 268_435_456,  # 256 MiB
+    (listing, "_LARGEST_LIST"): 67_108_864,
+    (stream, "_THREADS"): 4,
+    (stream, "_MAX_DEPTH"): 8,
+    (stream, "_MAX_BYTES"): 268_435_456,
+    (unpickling, "_MAX_ARRAYS"): 16,
+    (unpickling, "_MAX_COPIED"): 4,
+    (workers, "_FILES_PER_TASK"): 1024,
+    (workers, "_POLL_SECONDS"): 0.1,
+}
+
+
+@pytest.mark.parametrize(("where", "name"), LIMITS, ids=lambda part: getattr(part, "__name__", part))
+def test_every_limit_has_its_number(where: Any, name: str) -> None:
+    assert getattr(where, name) == LIMITS[where, name]
+
+
 # Images.
+
+
+def test_an_image_may_have_as_many_pixels_as_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PIL.Image.new("RGB", (5, 4)).save(tmp_path / "1.png")
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 20)
+    assert open_image(tmp_path / "1.png", 3, None).size == (5, 4)
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 19)
+    with pytest.raises(Unreadable, match="5x4 pixels, more than 19"):
+        open_image(tmp_path / "1.png", 3, None)
+
+
+def test_generated_images_may_take_as_much_memory_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * (3 + 1) * 3 * 5 * 5
+    monkeypatch.setattr(bundled, "_MAX_BYTES", size)
+    assert load("synthetic:2x3x1x5").train.images.shape == (6, 3, 5, 5)
+    monkeypatch.setattr(bundled, "_MAX_BYTES", size - 1)
+    with pytest.raises(UserError, match=f"2x3x1x5 is {size} bytes of images; the limit is {size - 1}"):
+        load("synthetic:2x3x1x5")
 
 
 def test_postscript_under_another_name_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +162,26 @@ def test_a_pickle_takes_memory_in_proportion_to_its_file(content: bytes, line: s
         unpickle(content)
 
 
+def test_a_pickle_may_hold_what_the_limits_allow() -> None:
+    assert len(unpickle(pickle.dumps([np.zeros(i) for i in range(16)], 2))) == 16
+    memo = b"\x80\x02]r\x02\x00\x00\x00."  # an entry 2 after two opcodes
+    assert unpickle(memo) == []
+    with pytest.raises(UserError, match="memo entry 3 after 2 opcodes"):
+        unpickle(memo.replace(b"\x02\x00\x00\x00", b"\x03\x00\x00\x00"))
+
+
+def test_what_a_pickle_makes_is_counted_with_eight_bytes_for_each_call() -> None:
+    content = b"\x80\x02]."
+    reader = unpickling._ArrayUnpickler(content)
+    assert reader.n_left == 4 * len(content) + 65_536
+    encode = reader.find_class("_codecs", "encode")
+    left = reader.n_left - 2 * 8 - 2 * len("latin1")
+    assert encode("a" * (left - 1), "latin1") == b"a" * (left - 1) and encode("b", "latin1") == b"b"
+    assert reader.n_left == 0
+    with pytest.raises(UserError, match="copies more than 4 times its size"):
+        encode("", "")
+
+
 @pytest.mark.parametrize("protocol", [0, 1, 2, 4, 5])
 def test_what_pickles_of_arrays_hold_is_read(protocol: int) -> None:
     value = {
@@ -149,6 +215,34 @@ def test_an_idx_file_that_unpacks_to_too_much(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match="not a complete idx file"):
         formats.read_idx(tmp_path, "train", 10)
     assert read == [16, 9]  # the header, and one byte more than it announces
+
+
+def test_data_files_may_be_as_large_as_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, shape in (("train-images-idx3-ubyte.gz", (10, 40, 25)), ("train-labels-idx1-ubyte.gz", (10,))):
+        head = bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape)
+        (tmp_path / name).write_bytes(gzip.compress(head + bytes(int(np.prod(shape)))))
+    monkeypatch.setattr(formats, "LARGEST", 10_000)
+    assert formats.read_idx(tmp_path, "train", 10).images.shape == (10, 1, 40, 25)
+    monkeypatch.setattr(formats, "LARGEST", 9_999)
+    with pytest.raises(UserError, match="holds 10000 values, more than 9999"):
+        formats.read_idx(tmp_path, "train", 10)
+    scipy_io = pytest.importorskip("scipy.io")
+    pixels, labels = np.zeros((32, 32, 3, 2), np.uint8), np.ones((2, 1), np.uint8)
+    scipy_io.savemat(tmp_path / "a.mat", {"X": pixels, "y": labels}, do_compression=True)
+    n_bytes = 8 * (pixels.size + labels.size)
+    monkeypatch.setattr(formats, "LARGEST", n_bytes)
+    assert len(formats.read_svhn(tmp_path / "a.mat").labels) == 2
+    monkeypatch.setattr(formats, "LARGEST", n_bytes - 1)
+    with pytest.raises(UserError, match="unpacks to more than"):
+        formats.read_svhn(tmp_path / "a.mat")
+
+
+def test_a_mat_file_with_a_variable_twice_is_refused() -> None:
+    arrays = [("X", (32, 32, 3, 1), "uint8"), ("y", (1, 1), "uint8")]
+    formats._check_mat(Path("a.mat"), [*arrays, ("note", (10**9,), "char")])  # what is not read does not matter
+    for listed in ([*arrays, arrays[1]], [("X", (1,), "cell")], [("y", (1,), "char")]):
+        with pytest.raises(UserError, match=r"a.mat: needs X of \(32, 32, 3, N\) uint8 and y of N integers"):
+            formats._check_mat(Path("a.mat"), listed)
 
 
 def test_a_mat_file_that_unpacks_to_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +299,7 @@ def test_an_archive_has_a_limit(
     make: Any, limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = make(tmp_path / "archive", 10)
+    monkeypatch.setattr(archives, limit, value + 1)
     archives.unpack(archive, tmp_path, "set")
     (tmp_path / "root").mkdir()
     monkeypatch.setattr(archives, limit, value)
@@ -229,6 +324,26 @@ def test_a_tar_header_of_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(archives, "_MAX_READ", 2**16)
     with pytest.raises(UserError, match=r"archive: cannot be unpacked \(a header of \d+ bytes\)"):
         archives.unpack(tmp_path / "archive", tmp_path, "set")
+
+
+def test_a_read_of_a_tar_file_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "_MAX_READ", 5)
+    limited = archives._Limited(io.BytesIO(b"0123456789"))
+    assert [limited.read(n) for n in (5, 0, 1)] == [b"01234", b"", b"5"]
+    for n in (6, -1):
+        with pytest.raises(ValueError, match=f"a header of {n} bytes"):
+            limited.read(n)
+    with pytest.raises(ValueError, match="a header of -1 bytes"):
+        limited.read()  # all of it
+
+
+def test_a_list_of_names_may_be_as_long_as_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "classes.txt").write_text("ant\nbee\n")
+    monkeypatch.setattr(listing, "_LARGEST_LIST", 8)
+    assert chosen_classes(tmp_path / "classes.txt") == ["ant", "bee"]
+    monkeypatch.setattr(listing, "_LARGEST_LIST", 7)
+    with pytest.raises(UserError, match="has 8 bytes, more than the 7"):
+        chosen_classes(tmp_path / "classes.txt")
 
 
 # Files that never end, and files of a run.

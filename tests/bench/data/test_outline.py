@@ -49,6 +49,25 @@ def test_known_data_sets_have_the_sizes_of_their_description(name: str, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_an_outline_of_imagenet100_assumes_the_usual_number_of_images_and_says_so(tmp_path: Path) -> None:
+    found, note = outline("imagenet100", tmp_path)
+    assert torch.bincount(found.train.labels).tolist() == [1300] * 100
+    assert torch.bincount(found.test.labels).tolist() == [50] * 100
+    assert note.startswith("imagenet100: ") and "1300 training images" in note
+
+
+@pytest.mark.parametrize("name", [name for name in FACTS if name not in ("mnist", "svhn", "imagenet100")])
+def test_the_test_images_of_most_known_data_sets_are_the_same_number_of_each_class(name: str) -> None:
+    assert len(set(FACTS[name].test)) == len(set(FACTS[name].train)) == 1
+
+
+def test_what_an_outline_is_normalised_by_has_a_value_for_each_channel(tmp_path: Path) -> None:
+    for name, channels in (("mnist", 1), ("cifar10", 3)):
+        found = outline(name, tmp_path).source
+        assert len(found.mean) == len(found.std) == channels
+        assert found.classes == tuple("0123456789") and found.train.images.is_meta
+
+
 @pytest.mark.parametrize("name", ["digits", "synthetic:3x4x2x8"])
 def test_what_comes_with_the_package_is_as_loaded(name: str) -> None:
     real, found = loading.load(name), outline(name).source

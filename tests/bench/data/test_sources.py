@@ -66,6 +66,43 @@ def test_synthetic_images_are_the_same_each_time_and_of_the_asked_kind() -> None
     assert len(small.classes) == 10
 
 
+def slow_synthetic(n_classes: int, n_each: tuple[int, int], side: int) -> list[np.ndarray]:
+    """Its description, pixel by pixel, with the same draws."""
+    draws = torch.Generator().manual_seed(2023)
+
+    def smooth(n: int) -> np.ndarray:
+        small = torch.randn(n, 3, 4, 4, generator=draws).double().numpy()
+        large = np.zeros((n, 3, side, side))
+        # Pixel i of the large image lies at (i + 1/2) * 4 / side - 1/2 between those of the small one.
+        places = np.clip((np.arange(side) + 0.5) * 4 / side - 0.5, 0, None)
+        for i, y in enumerate(places):
+            for j, x in enumerate(places):
+                for k, wy in ((int(y), 1 - y % 1), (min(int(y) + 1, 3), y % 1)):
+                    for m, wx in ((int(x), 1 - x % 1), (min(int(x) + 1, 3), x % 1)):
+                        large[:, :, i, j] += wy * wx * small[:, :, k, m]
+        return large
+
+    patterns, reach, parts = smooth(n_classes), max(1, side // 8), []
+    for n in n_each:
+        moves = torch.randint(-reach, reach + 1, (n_classes * n, 2, 1), generator=draws).tolist()
+        own = smooth(n_classes * n)
+        noise = torch.randn(n_classes * n, 3, side, side, generator=draws).double().numpy()
+        images = np.empty(own.shape)
+        for row, ((down,), (right,)) in enumerate(moves):
+            moved = np.roll(patterns[row // n], (-down, -right), (1, 2))
+            images[row] = 0.5 + 0.12 * moved + 0.12 * own[row] + 0.1 * noise[row]
+        parts.append(255 * images.clip(0, 1))
+    return parts
+
+
+@pytest.mark.parametrize("side", [5, 17])
+def test_synthetic_images_are_moved_patterns_with_a_pattern_of_their_own_and_noise(side: int) -> None:
+    source = load(f"synthetic:3x4x2x{side}")
+    for part, wanted in zip((source.train, source.test), slow_synthetic(3, (4, 2), side), strict=True):
+        assert np.abs(part.images.double().numpy() - wanted).max() <= 0.5 + 1e-3
+    assert source.test.labels.tolist() == [0, 0, 1, 1, 2, 2]
+
+
 def test_synthetic_classes_can_be_learnt_but_not_by_looking_at_one_image() -> None:
     source = load("synthetic")
     train, test = (part.images.float().flatten(1) for part in (source.train, source.test))
