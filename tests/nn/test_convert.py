@@ -10,6 +10,7 @@ import tbbn
 from tbbn.errors import UserError
 from tbbn.nn import is_balanced
 from tbbn.nn.plan import PlanOptions
+from tbbn.options import keyword_arguments
 from tbbn.plugins import temporary
 from tbbn.registry import NORMS, register_norm
 
@@ -179,6 +180,28 @@ def test_a_norm_made_by_hand_has_the_settings_of_batch_norm_and_its_own_as_publi
         assert {t.dtype for t in layer.parameters()} == {torch.float32} and {
             t.device.type for t in layer.parameters()
         } == {"cpu"}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("norm", sorted(NORMS))
+def test_every_argument_of_a_constructor_reaches_the_layer(norm, by_name):
+    given = {"eps": 0.5, "momentum": 0.3, "affine": True, "track_running_stats": True}
+    given |= {"device": torch.device("meta"), "dtype": torch.float16}
+    found = NORMS.get(norm)
+    for cls in found if isinstance(found, tuple) else [found]:
+        known = keyword_arguments(cls)
+        taken = {name: value for name, value in given.items() if name in known}
+        layer = cls(32, **taken) if by_name else cls(32, *taken.values())
+        for name in taken.keys() - {"device", "dtype"}:
+            assert getattr(layer, name) == given[name], name
+        floats = {name: t for name, t in layer.state_dict().items() if name not in ("num_batches_tracked", "rate")}
+        assert floats and {t.dtype for t in floats.values()} == {torch.float16}
+        assert {t.device.type for t in layer.state_dict().values()} == {"meta"}
+        bare = cls(
+            32, affine=False, **{"track_running_stats": False} if norm in ("bn", "sn", "cn", "tbbn", "weighted") else {}
+        )
+        assert bare.weight is None and bare.bias is None
+        assert ("running_mean" in bare.state_dict()) == (norm in ("brn", "adab2n"))
 
 
 @pytest.mark.parametrize(

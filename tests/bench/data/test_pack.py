@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tbbn.bench.data import device
 from tbbn.bench.data.device import place_on_device
 from tbbn.bench.data.loading import found, load
 from tbbn.bench.data.packed import index as packed
-from tbbn.bench.data.packed import shards
+from tbbn.bench.data.packed import shards, stream
 from tbbn.bench.data.packed.index import check_packed, open_packed
 from tbbn.bench.data.packed.pack import pack
 from tbbn.bench.data.packed.shards import run_lengths
@@ -249,7 +250,7 @@ def test_an_interrupted_pack_goes_on_with_the_shard_it_was_at(tmp_path: Path, mo
 KILLED = """
 import sys, time
 from pathlib import Path
-from tbbn.bench.data.packed import shards
+from tbbn.bench.data.packed import shards, stream
 from tbbn.bench.data.packed.pack import pack
 def slow(file, channels, size, real=shards.open_image):
     if len(list(Path(sys.argv[2]).glob("train-*.json"))) >= 4:
@@ -361,8 +362,8 @@ def test_a_damaged_shard_is_found_and_named(tmp_path: Path, capsys: pytest.Captu
     assert main(["data", "check", str(out)]) == 1
     assert "train-00000.u8: damaged: its content does not match its checksum; delete it" in capsys.readouterr().out
     # No image of a damaged shard is trained on, whether the set is held in memory or streamed.
-    for stream in ("no", "yes"):
-        words = ["--data", f"packed:{out}", "--data.tasks", "1", "--memory.budget", "9", "--data.stream", stream]
+    for streamed in ("no", "yes"):
+        words = ["--data", f"packed:{out}", "--data.tasks", "1", "--memory.budget", "9", "--data.stream", streamed]
         assert main(["run", *words, "--device", "cpu", "--out", str(tmp_path / "runs"), "--quiet"]) == 2
         said = capsys.readouterr().err
         assert said.startswith(f"tbbn: {out}/train-00000.u8: damaged: its content does not match its checksum; delete")
@@ -466,6 +467,68 @@ def test_a_stream_gives_what_indexing_gives(tmp_path: Path) -> None:
         n_read += 1
     assert n_read == len(parts)
     assert list(streamed.prefetch([])) == []
+
+
+class Slow:
+    """Packed images (20, 1, 2, 2) that are read when they may be; image i consists of i."""
+
+    shape = torch.Size((20, 1, 2, 2))
+
+    def __init__(self) -> None:
+        self.allowed, self.read_rows = threading.Event(), []
+
+    def read(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        assert self.allowed.wait(20)
+        self.read_rows.append(rows.tolist())
+        out.copy_(rows.view(-1, 1, 1, 1).expand(out.shape))
+
+
+def streamed_slowly(rows: list[list[int]]) -> tuple[Slow, Any]:
+    slow = Slow()
+    images = StreamedImages(slow, torch.device("cpu"))  # type: ignore[arg-type]
+    return slow, images.prefetch([torch.tensor(some) for some in rows])
+
+
+@pytest.mark.parametrize(
+    ("n", "n_bytes", "slots"), [(20, 2**28, 8), (5, 2**28, 5), (20, 39, 3), (20, 36, 3), (20, 1, 2), (1, 1, 1)]
+)
+def test_no_more_is_read_ahead_than_fits(n: int, n_bytes: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_MAX_BYTES", n_bytes)
+    rows = [[i, 0, 0] if i == 3 or n == 1 else [i] for i in range(n)]  # the longest has 3 images, of 4 bytes
+    slow, ahead = streamed_slowly(rows)
+    assert len(ahead.slots) == slots
+    assert all(slot.host.shape == (3 if n > 3 or n == 1 else 1, 1, 2, 2) for slot in ahead.slots)
+    slow.allowed.set()
+    for i, (batch,) in enumerate(ahead):
+        assert batch[:, 0, 0, 0].tolist() == rows[i]
+        assert len(slow.read_rows) <= min(n, i + slots), "the slot of a batch in use was overwritten"
+    assert sorted(slow.read_rows) == sorted(rows)
+
+
+def test_a_stream_says_whether_the_next_batch_is_there() -> None:
+    slow, ahead = streamed_slowly([[1], [2]])
+    assert not ahead.ready()
+    slow.allowed.set()
+    for slot in ahead.slots:
+        slot.reading.result(20)
+    assert ahead.ready()
+    next(ahead)
+    assert ahead.ready()
+    next(ahead)
+    assert ahead.ready()  # nothing is left to wait for
+    with pytest.raises(StopIteration):
+        next(ahead)
+    assert iter(ahead) is ahead
+    empty = streamed_slowly([])[1]
+    assert empty.ready() and list(empty) == []
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(16, 4), (4, 4), (2, 2), (None, 1)])
+def test_images_are_read_by_a_few_threads(cores: int | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    pool = StreamedImages(Slow(), torch.device("cpu")).pool  # type: ignore[arg-type]
+    assert pool._max_workers == threads
+    assert pool.submit(lambda: threading.current_thread().name).result(20).startswith("tbbn-read")
 
 
 def test_a_set_is_streamed_where_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class DarkExperienceReplay(Method):
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         losses = {"ce": cross_entropy(output.logits[batch.current], batch.labels[batch.current])}
         if batch.n_memory:
-            logits = output.logits[batch.memory].float()
+            logits = output.logits[batch.memory]
             if ROWS in output.state:
                 losses["dark"] = self.alpha * self._dark(logits, batch.index[batch.memory], output)
             losses["replay"] = self.beta * cross_entropy(logits, batch.labels[batch.memory])

@@ -51,9 +51,9 @@ class NoPrefetch:
 class StreamedImages:
     """Images (N, C, H, W) uint8 on disk, and the device on which their batches are wanted."""
 
-    def __init__(self, packed: PackedImages, device: torch.device, n_threads: int | None = None) -> None:
+    def __init__(self, packed: PackedImages, device: torch.device) -> None:
         self.packed, self.device, self.shape = packed, device, packed.shape
-        self.pool = ThreadPoolExecutor(n_threads or min(_THREADS, os.cpu_count() or 1), "tbbn-read")
+        self.pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "tbbn-read")
 
     def prefetch(self, batches: Sequence[Tensor]) -> Prefetcher:
         """Start reading; `batches` holds the rows (n,) of each batch, on the CPU."""
