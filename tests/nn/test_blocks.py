@@ -322,7 +322,7 @@ def test_a_repeated_forward_is_found_by_its_pixel_but_for_rounding():
     with pytest.raises(UserError, match="several layouts"):
         both.repeated("Norm", torch.full((2, 4), 100.0))
     with pytest.raises(UserError, match="several layouts"):
-        found(kept(active.Forward(A, None), active.Forward(B, None)), 1)
+        found(kept(active.Forward(A, None, False), active.Forward(B, None, False)), 1)
 
 
 def test_the_same_input_with_two_layouts_is_the_one_whose_backward_has_not_run():
@@ -363,7 +363,7 @@ def test_rows_of_a_sample_are_folded_where_they_fit(samples, per_sample, rows, f
 
 def test_a_block_is_left_by_its_owner_the_innermost_first():
     layer, owner, other = nn.Linear(1, 1), object(), object()
-    one, two, three = (active.Block(who, A, {layer: n}) for n, who in enumerate((owner, other, owner)))
+    one, two, three = (active.Block(who, A, {layer: n}, 1) for n, who in enumerate((owner, other, owner)))
     for block in (one, two, three):
         active.enter(block)
     assert active.find(layer) is three and active.find(nn.Linear(1, 1)) is None

@@ -27,7 +27,7 @@ class Block:
     owner: object
     layout: Layout
     prepared: Mapping[Any, Any]  # by layer
-    rows_per_sample: int | str = 1  # of layers that get several rows a sample; "any": each finds it out
+    rows_per_sample: int | str  # of layers that get several rows a sample; "any": each finds it out
 
     def folds(self, rows: int) -> int:
         """How many rows of an input with ``rows`` rows belong to one sample; 1 also where they do not fit the layout."""
@@ -110,7 +110,7 @@ class Forward:
 
     layout: Layout | None
     pixel: Tensor | None  # (C,)
-    folded: bool = False  # whether its input may have come with several rows a sample
+    folded: bool  # whether its input may have come with several rows a sample
     repeated: bool = False
 
     def key(self) -> Any:

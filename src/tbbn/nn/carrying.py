@@ -20,7 +20,7 @@ def is_made(layer: nn.Module) -> bool:
     return _ADDED in vars(layer)
 
 
-def carry(old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool = True) -> nn.Module:
+def carry(old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool) -> nn.Module:
     """Make ``new``, a layer just built, the successor of ``old``: of class ``cls``, with what ``old`` has.
 
     Its own are only the settings of its norm, and parameters and buffers that ``old`` has not. ``everything=False`` leaves the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,56 @@ def test_the_users_own_version_of_a_known_set_is_counted(tmp_path: Path) -> None
     folder_of_images(tmp_path / "tiny-imagenet", classes=2)
     assert outline("tiny-imagenet", tmp_path).source.train.images.shape == (5, 3, 64, 64)
     assert outline("tiny-imagenet", tmp_path, size=32).source.train.images.shape == (5, 3, 32, 32)
+
+
+def published_tiny(root: Path) -> None:
+    """As published: the test images in val/images, by a list; test/ has no labels."""
+    for i, name in enumerate(("n01", "n02")):
+        (root / "train" / name / "images").mkdir(parents=True)
+        for n in range(i + 1):
+            Image.new("RGB", (64, 64)).save(root / "train" / name / "images" / f"{n}.JPEG")
+    for part in ("val", "test"):
+        (root / part / "images").mkdir(parents=True)
+        for n in range(3):
+            Image.new("RGB", (64, 64)).save(root / part / "images" / f"{n}.JPEG")
+    (root / "val/val_annotations.txt").write_text("0.JPEG\tn02\n1.JPEG\tn01\n2.JPEG\tn02\n")
+
+
+def two_test_folders(root: Path) -> None:
+    """Of test/ and val/ one holds other images than the other."""
+    folder_of_images(root, classes=3)
+    for i in range(3):
+        (root / "val" / f"class {i}").mkdir(parents=True)
+        for n in range(2 + i):
+            Image.new("RGB", (6, 6)).save(root / "val" / f"class {i}" / f"{n}.png")
+
+
+def chosen(root: Path) -> None:
+    two_test_folders(root)
+    for part in ("train", "test", "val"):
+        for i in range(3):
+            (root / part / f"class {i}").rename(root / part / f"c{i}")
+    (root / "classes.txt").write_text("c2\nc0\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "write"),
+    [
+        ("tiny-imagenet", "tiny-imagenet-200", published_tiny),
+        ("tiny-imagenet", "tiny-imagenet", published_tiny),
+        ("tiny-imagenet", "tiny-imagenet", two_test_folders),
+        ("imagenet100", "imagenet100", chosen),
+        ("cifar10", "cifar10", two_test_folders),
+        ("mnist", "mnist", two_test_folders),
+    ],
+)
+def test_an_outline_counts_the_very_folders_that_are_read(name: str, folder: str, write: Any, tmp_path: Path) -> None:
+    write(tmp_path / folder)
+    size = None if name in ("cifar10", "mnist") else 8
+    real, found = loading.load(name, tmp_path, download=False, size=size), outline(name, tmp_path, size=size).source
+    assert found.classes == real.classes
+    for ours, theirs in ((found.train, real.train), (found.test, real.test)):
+        assert torch.equal(ours.labels, theirs.labels) and ours.images.shape == theirs.images.shape
 
 
 def test_a_split_divides_the_outline_as_it_divides_the_data(tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ class Lucir(Method):
         if not self.imprint or not context.number:
             return
         rows, (*old, new) = context.task.train, context.network.head.weights
-        features = F.normalize(context.outputs(rows).features.float(), dim=1)
+        features = F.normalize(context.outputs(rows).features.float())
         means, _ = class_means(features, context.labels(rows), context.n_classes)
-        new.copy_(F.normalize(means[context.n_old_classes :], dim=1) * torch.cat(old).norm(dim=1).mean())
+        new.copy_(F.normalize(means[context.n_old_classes :]) * torch.cat(old).norm(dim=1).mean())
 
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:
         losses = {"ce": cross_entropy(output.logits, batch.labels)}

@@ -21,11 +21,11 @@ def remember_means(context: TaskContext, *, flipped: bool = False) -> None:
     rows = context.memory.index
     if not len(rows):
         return
-    features = F.normalize(context.outputs(rows).features.float(), dim=1)
+    features = F.normalize(context.outputs(rows).features.float())
     if flipped:
-        features = (features + F.normalize(context.outputs(rows, flip=True).features.float(), dim=1)) / 2
+        features = (features + F.normalize(context.outputs(rows, flip=True).features.float())) / 2
     means, _ = class_means(features, context.labels(rows), context.n_classes)
-    context.network.remember(MEANS, F.normalize(means, dim=1))
+    context.network.remember(MEANS, F.normalize(means))
 
 
 def nearest_mean_scores(output: Output) -> Tensor:
@@ -36,5 +36,5 @@ def nearest_mean_scores(output: Output) -> Tensor:
     means = output.state.get(MEANS)
     if means is None or len(means) != output.logits.shape[1]:
         return output.logits
-    scores = 2 * F.normalize(output.features.float(), dim=1) @ means.T - 2
+    scores = 2 * F.normalize(output.features.float()) @ means.T - 2
     return scores.masked_fill(~means.any(1), -torch.inf)

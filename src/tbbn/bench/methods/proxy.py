@@ -76,7 +76,7 @@ class ProxyMethod(Method):
         head = context.network.head
         assert isinstance(head, ProxyHead)
         rows = context.task.train
-        features, labels = F.normalize(context.outputs(rows).features.float(), dim=1), context.labels(rows)
+        features, labels = F.normalize(context.outputs(rows).features.float()), context.labels(rows)
         generator = context.generator("proxies")
         centres = [k_means(features[labels == c], self.n_proxies, generator) for c in context.task.classes]
         length = torch.cat([old.detach().flatten(0, 1) for old in head.weights[:-1]]).norm(dim=1).mean()

@@ -48,7 +48,7 @@ def soft_binary_cross_entropy(student: Tensor, teacher: Tensor, temperature: flo
 
 def cosine_distance(x: Tensor, y: Tensor) -> Tensor:
     """mean_n 1 - cos(x_n, y_n)."""
-    return (1 - F.cosine_similarity(x.float(), y.float(), dim=1)).mean()
+    return (1 - F.cosine_similarity(x.float(), y.float())).mean()
 
 
 def is_class(labels: Tensor, n_classes: int) -> Tensor:
@@ -69,7 +69,7 @@ def pod_spatial(stages: Sequence[Tensor], old_stages: Sequence[Tensor]) -> Tenso
 
 def _pooled(maps: Tensor) -> Tensor:
     energy = maps.float().square()
-    return F.normalize(torch.cat([energy.sum(3).flatten(1), energy.sum(2).flatten(1)], dim=1), dim=1)
+    return F.normalize(torch.cat([energy.sum(3).flatten(1), energy.sum(2).flatten(1)], dim=1))
 
 
 def channel_distance(stages: Sequence[Tensor], old_stages: Sequence[Tensor], importance: Sequence[Tensor]) -> Tensor:
