@@ -1,5 +1,7 @@
 """Every other norm against its own formula, written out slowly; the paper's ablations against what they say."""
 
+import copy
+
 import pytest
 import torch
 from literal import reshape_repeat, split_by_split
@@ -194,6 +196,99 @@ def test_any_dims_norms_refuse_vectors():
     for norm in ("sn", "brn", "adab2n"):
         with pytest.raises(ValueError, match=r"expected input of shape \(N, C, ...\), got \(4,\)"):
             make(norm)(data((4,)))
+
+
+# -- the steps for a kernel: a normaliser from the moments of each channel of each sample
+
+STEPS = {
+    "in": {},
+    "gn": {"groups": 2},
+    "cn": {"groups": 2},
+    "sn": {},
+    "sn, unbiased": {"unbiased": True},
+    "brn": {},
+    "brn, eps on std": {"eps_on_std": True, "eps": 1e-3},
+}
+
+
+@shapes
+@pytest.mark.parametrize("settings", ["affine", "no bias", "no weight", "cumulative", "untracked", "frozen"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_normaliser_is_the_forward(name, settings, shape):
+    norm = name.split(",")[0]
+    layer, x = make(norm, **STEPS[name]), data(shape)
+    if norm == "brn" and settings not in ("affine", "no bias", "no weight"):
+        return  # it needs running statistics and a momentum
+    if settings != "affine":
+        layer.bias = None
+    if settings == "no weight":
+        layer.weight = None
+    if settings == "cumulative":
+        layer.momentum = None
+    if settings == "frozen":
+        layer.track_running_stats = False
+    if settings == "untracked":
+        layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+        layer.track_running_stats = False
+    if getattr(layer, "running_mean", None) is not None:
+        layer.running_mean += 0.5
+        layer.running_var *= 1.5
+        layer.num_batches_tracked.fill_(12_000 if norm == "brn" else 3)
+    if norm == "sn":
+        layer.mean_weight.data = torch.tensor([0.5, 1.0, -1.0]).double()
+        layer.var_weight.data = torch.tensor([1.0, 0.0, 2.0]).double()
+    var, mean = torch.var_mean(x.flatten(2), 2, unbiased=False)
+    for training in (True, False, True):
+        twin = copy.deepcopy(layer.train(training))
+        wanted = twin(x)
+        state = layer.snapshot(x) if hasattr(layer, "snapshot") else ()
+        center, scale, shift = (
+            t.broadcast_to(12, 4).view(12, 4, *[1] * (len(shape) - 2)) for t in layer.normaliser(x, mean, var, *state)
+        )
+        close((x - center) * scale + shift, wanted, 1e-6 if norm == "brn" else 1e-9)  # its limits are float32
+        for ours, theirs in zip(layer.buffers(), twin.buffers(), strict=True):
+            close(ours, theirs, 1e-6 if norm == "brn" else 1e-9)
+
+
+@pytest.mark.parametrize("norm", ["sn", "cn"])
+def test_statistics_that_are_frozen_or_cumulative_are_batch_norms(norm):
+    for momentum, tracked in ((0.1, False), (None, True), (0.3, True)):
+        layer, plain, x = make(norm, **STEPS[norm]), nn.BatchNorm2d(4).double(), data((12, 4, 3, 2))
+        for one in (layer, plain):
+            one.momentum, one.track_running_stats = momentum, tracked
+        seen = grouped(x, 2) if norm == "cn" else x
+        for _ in range(3):
+            layer(x)
+            plain(seen)
+            if norm == "sn":
+                var, mean = torch.var_mean(x.flatten(2), 2, unbiased=False)
+                layer.normaliser(x, mean, var)
+                plain(seen)
+        for ours, theirs in zip(layer.buffers(), plain.buffers(), strict=True):
+            close(ours, theirs)
+
+
+def test_a_snapshot_of_batch_renorm_is_of_before_the_step():
+    layer, x = make("brn"), data((12, 4, 3, 2))
+    before = [t.clone() for t in (layer.running_mean, layer.running_var, layer.num_batches_tracked)]
+    kept = layer.snapshot(x)
+    layer(x)
+    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+    assert not torch.equal(layer.running_mean, before[0])
+
+
+def test_which_normalisers_compile():
+    found = {
+        norm: make(norm, **STEPS.get(norm, {})).compiles_normaliser
+        for norm in ("in", "gn", "cn", "sn", "brn", "adab2n")
+    }
+    assert found == dict.fromkeys(found, True)
+    for norm in ("cn", "sn"):
+        layer = make(norm, **STEPS[norm])
+        layer.momentum = None  # a cumulative average reads its counter
+        assert not layer.compiles_normaliser
+    for norm in ("in", "gn"):
+        assert make(norm, **STEPS[norm]).per_sample
 
 
 # -- one set of statistics with exact task weights

@@ -408,6 +408,14 @@ def test_saved_for_backward_is_the_input_and_a_little():
         saved.clear()
 
 
+@pytest.mark.parametrize("eps", [0.0, -1e-5])
+def test_an_eps_that_is_not_positive_is_refused(eps):
+    for plan in (None, Layout(6, 2, 3).plan(PlanOptions(), CPU, DOUBLE)):
+        with pytest.raises(ValueError, match=f"eps must be positive, got {eps}"):
+            task_balanced_batch_norm(torch.randn(8, 3), None, None, None, None, plan, eps=eps)
+        assert task_balanced_batch_norm(torch.randn(8, 3), None, None, None, None, plan, eps=1e-30).isfinite().all()
+
+
 def test_plan_of_another_size_is_refused():
     plan = Layout(48, 16, 3).plan(PlanOptions(), CPU, torch.float32)
     with pytest.raises(UserError, match="the plan covers 64 rows but the input has 60"):

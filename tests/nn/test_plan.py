@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from literal import splits_by_trial
 
 from tbbn.errors import UserError
-from tbbn.nn.plan import Layout, PlanOptions, make_layout, splits
+from tbbn.nn.plan import Layout, PlanOptions, make_layout, one_group, splits
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64
 counts = st.integers(0, 70)
@@ -198,3 +198,46 @@ def test_the_tasks_of_rows_have_the_type_that_is_asked_for(dtype):
     assert found.tolist() == [[0, 0, 1], [0, 0, 1], [0.5, 0.5, 0]]  # a memory row is of both past tasks
     known = Layout(1, 2, 2, task_ids=torch.tensor([2, 0, 1])).membership(CPU, dtype)
     assert known.dtype == dtype and known.tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
+
+
+def test_a_plan_is_moved_once_and_leaves_numbers_of_rows_as_they_are():
+    plan = plan_of(Layout(48, 16, 3), case=3)
+    single = plan.to(CPU, torch.float32)
+    assert plan.to(CPU, torch.float32) is single and plan.to(CPU, DOUBLE) is plan
+    floats = ("gather", "scatter", "running", "sizes", "blend")
+    assert {getattr(single, name).dtype for name in floats} == {torch.float32} and single.anchor.dtype == torch.int64
+    assert {getattr(plan, name).dtype for name in floats} == {DOUBLE}
+    elsewhere = plan.to(torch.device("meta"), DOUBLE)
+    assert {getattr(elsewhere, name).device.type for name in (*floats, "anchor")} == {"meta"}
+    assert (elsewhere.rows, elsewhere.total_variance) == (64, False)
+    assert plan.to(torch.device("meta"), DOUBLE) is elsewhere is not plan.to(torch.device("meta"), torch.float32)
+
+
+def test_a_layout_says_its_plan_in_double_precision_on_the_cpu_unless_it_is_asked_otherwise():
+    layout = Layout(48, 16, 3)
+    plan = layout.plan()
+    assert plan is layout.plan(PlanOptions(), CPU, DOUBLE)
+    assert plan.gather.dtype == DOUBLE and plan.gather.is_cpu and plan.gather.shape == (8, 64)
+
+
+@pytest.mark.parametrize("case", [0, 1, 2, 3, 4])
+def test_the_first_memory_row_is_the_anchor_of_all_groups(case):
+    counted, masked = Layout(48, 16, 3), make_layout(None, None, torch.arange(64) % 4 == 2, 3, None, "paper")
+    for layout, anchor in ((counted, 48), (masked, 2)):
+        plan = plan_of(layout, case=case)
+        assert plan.anchor.tolist() == [anchor]
+        assert (plan.gather[:, anchor] > 0).all()
+    assert plan_of(counted, kind="weighted").anchor.tolist() == [48]
+
+
+def test_batch_norm_as_a_plan():
+    plan = one_group(5)
+    assert plan.gather.tolist() == [[0.2] * 5] and plan.scatter.tolist() == [[1.0]] * 5
+    assert (plan.rows, plan.running.tolist(), plan.sizes.tolist(), plan.anchor.tolist()) == (5, [1.0], [5.0], [0])
+    assert one_group(0).gather.shape == (1, 0)
+
+
+def test_a_plain_layer_has_nothing_to_balance():
+    assert plan_of(Layout(48, 16, 3), kind="plain") is None
+    with pytest.raises(UserError, match="plain: it has no splits, so rule, case"):
+        PlanOptions("plain", total_variance=True)

@@ -168,9 +168,7 @@ def make_layout(
 def row_values(name: str, value: Any, kind: str) -> Tensor:
     """One value per row as a 1-d tensor: of ``kind`` "bool" or "integer". Takes tensors, arrays and lists."""
     try:
-        if hasattr(value, "astype") and hasattr(
-            value, "dtype"
-        ):  # torch takes no negative strides, nor another byte order
+        if hasattr(value, "astype"):  # of numpy: torch takes no negative strides, nor another byte order
             value = value.astype(value.dtype.newbyteorder("="), order="C")
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, AttributeError):
@@ -285,7 +283,13 @@ def _split(layout: Layout, r: int, options: PlanOptions) -> Plan:
     gather = member / sizes.unsqueeze(1)
     scatter = (own if options.memory == "own" else member / member.sum(0)).t().contiguous()
     return Plan(
-        layout.rows, gather, scatter, _ones(r) / r, sizes, _anchor(is_memory), total_variance=options.total_variance
+        layout.rows,
+        gather,
+        scatter,
+        _filled(1 / r, r),
+        sizes,
+        _anchor(is_memory),
+        total_variance=options.total_variance,
     )
 
 
@@ -293,23 +297,23 @@ def _weighted(layout: Layout) -> Plan:
     """One group in which each of the ``past_tasks + 1`` tasks has the same weight."""
     b, share = layout.rows, 1 / (layout.past_tasks + 1)
     is_memory = layout.memory_mask()
-    weights = torch.where(is_memory, _ones(b) * (1 - share) / layout.memory, _ones(b) * share / layout.current)
-    return Plan(b, weights.unsqueeze(0), _ones(b, 1), _ones(1), b * _ones(1), _anchor(is_memory))
+    weights = torch.where(is_memory, _filled((1 - share) / layout.memory, b), _filled(share / layout.current, b))
+    return Plan(b, weights.unsqueeze(0), _filled(1, b, 1), _filled(1, 1), _filled(b, 1), _anchor(is_memory))
 
 
 def _ablated(plan: Plan, case: int) -> Plan:
     """The paper's ablations use the splits for one purpose, and plain batch norm's single group for the other."""
     r, b = plan.gather.shape
-    everyone, whole = _ones(b, 1), _ones(1, b) / b
+    everyone, whole = _filled(1, b, 1), _filled(1 / b, 1, b)
     if case == 3:  # all rows share the averaged statistics
-        return replace(plan, scatter=everyone, blend=_ones(1, r) / r)
+        return replace(plan, scatter=everyone, blend=_filled(1 / r, 1, r))
     if case == 4:  # batch statistics, repeated over the splits: batch norm except for the counted rows
-        return replace(plan, gather=whole, scatter=everyone, running=_ones(1), sizes=plan.sizes[:1])
-    gather, sizes = torch.cat([plan.gather, whole]), torch.cat([plan.sizes, b * _ones(1)])
+        return replace(plan, gather=whole, scatter=everyone, running=_filled(1, 1), sizes=plan.sizes[:1])
+    gather, sizes = torch.cat([plan.gather, whole]), torch.cat([plan.sizes, _filled(b, 1)])
     if case == 1:  # normalise with the whole batch, track the splits
-        scatter, running = torch.cat([0 * plan.scatter, everyone], 1), torch.cat([plan.running, 0 * _ones(1)])
+        scatter, running = torch.cat([_filled(0, b, r), everyone], 1), torch.cat([plan.running, _filled(0, 1)])
     else:  # case 2: normalise with the splits, track the whole batch
-        scatter, running = torch.cat([plan.scatter, 0 * everyone], 1), torch.cat([0 * plan.running, _ones(1)])
+        scatter, running = torch.cat([plan.scatter, _filled(0, b, 1)], 1), torch.cat([_filled(0, r), _filled(1, 1)])
     return replace(plan, gather=gather, scatter=scatter, running=running, sizes=sizes)
 
 
@@ -330,7 +334,7 @@ def _anchor(is_memory: Tensor) -> Tensor:
 def one_group(rows: int) -> Plan:
     """Batch norm as a plan: all rows share one mean and variance."""
     first = torch.zeros(1, dtype=torch.int64, device="cpu")
-    return Plan(rows, _ones(1, rows) / max(1, rows), _ones(rows, 1), _ones(1), rows * _ones(1), first)
+    return Plan(rows, _filled(1 / max(1, rows), 1, rows), _filled(1, rows, 1), _filled(1, 1), _filled(rows, 1), first)
 
 
 def product(matrix: Tensor, values: Tensor) -> Tensor:
@@ -338,5 +342,5 @@ def product(matrix: Tensor, values: Tensor) -> Tensor:
     return (matrix.unsqueeze(2) * values).sum(1)
 
 
-def _ones(*shape: int) -> Tensor:
-    return torch.ones(shape, dtype=torch.double, device="cpu")
+def _filled(value: float, *shape: int) -> Tensor:
+    return torch.full(shape, value, dtype=torch.double, device="cpu")

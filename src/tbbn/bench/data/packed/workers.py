@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,9 @@ def image_sizes(files: Sequence[Path]) -> set[tuple[int, int]]:
 
     sizes: set[tuple[int, int]] = set()
     for file in files:
-        try:
-            with PIL.Image.open(file, formats=FORMATS) as image:
-                sizes.add(image.size)
-        except Exception:  # decoding will report what is wrong with it
-            continue
+        # Decoding will report what is wrong with a file.
+        with suppress(Exception), PIL.Image.open(file, formats=FORMATS) as image:
+            sizes.add(image.size)
         if len(sizes) > 1:
             break
     return sizes
