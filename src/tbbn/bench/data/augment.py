@@ -251,7 +251,7 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def centre_crop(images: Tensor, crop: int | None) -> Tensor:
     """The central square of side `crop`, like torchvision's `CenterCrop`; the whole image without `crop`."""
     height, width = images.shape[-2:]
-    if crop is None or (height, width) == (crop, crop):
+    if crop is None:
         return images
     if crop > min(height, width):
         raise UserError(f"centre crop: images must be at least {crop}x{crop}, got {height}x{width}; lower the crop")

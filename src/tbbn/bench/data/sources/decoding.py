@@ -86,7 +86,7 @@ def _fitted(image: Image, size: int | None) -> Image:
     """The image resized so that its shorter side is `size`, then cut to the centre square, as torchvision does."""
     import PIL.Image
 
-    if size is None or image.size == (size, size):
+    if size is None:
         return image
     width, height = image.size
     shorter = min(width, height)
