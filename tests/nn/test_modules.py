@@ -12,6 +12,7 @@ from torch.testing._internal.common_modules import module_db
 
 import tbbn
 from tbbn.errors import UserError
+from tbbn.nn.modules import RowsPerSample
 
 CLASSES = {
     1: (tbbn.TaskBalancedBatchNorm1d, nn.BatchNorm1d, (64, 3, 5)),
@@ -263,3 +264,10 @@ def test_repr_names_what_differs_from_the_default():
     assert repr(layer).startswith("TaskBalancedBatchNorm2d(3, eps=1e-05")
     assert "rule='current', case=2, output_statistics=True" in repr(layer)
     assert "rule" not in repr(tbbn.TaskBalancedBatchNorm2d(3))
+    text = repr(tbbn.TaskBalancedBatchNorm2d(3, memory="own", total_variance=True, sync=True))
+    assert text.endswith("track_running_stats=True, memory='own', total_variance=True, sync=True)")
+    assert repr(tbbn.WeightedBatchNorm2d(3)).endswith("track_running_stats=True)")
+
+
+def test_rows_per_sample_read_as_their_message():
+    assert str(RowsPerSample("takes one row a sample", 3)) == "takes one row a sample"

@@ -106,3 +106,11 @@ def test_the_layer_is_right_without_any_of_them():
 def test_a_torch_without_the_name_gets_the_fallback(name, monkeypatch):
     monkeypatch.setitem(private.FALLBACKS, name, ("_C._no_such_name.at_all", private.FALLBACKS[name][1]))
     assert private._find(name) is private.FALLBACKS[name][1]
+
+
+def test_an_export_is_known_by_its_flag(monkeypatch):
+    assert not private.exporting()
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True, raising=False)
+    assert private.exporting()
+    monkeypatch.delattr(torch.compiler, "_is_exporting_flag")
+    assert not private.exporting()

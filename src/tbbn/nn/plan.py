@@ -169,7 +169,7 @@ def row_values(name: str, value: Any, kind: str) -> Tensor:
     """One value per row as a 1-d tensor: of ``kind`` "bool" or "integer". Takes tensors, arrays and lists."""
     try:
         if hasattr(value, "astype"):  # of numpy: torch takes no negative strides, nor another byte order
-            value = value.astype(value.dtype.newbyteorder("="), order="C")
+            value = value.astype(value.dtype.newbyteorder("="))
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, AttributeError):
         raise TypeError(f"balance: {name} must be 1-d with one {kind} per row, got {value!r}.") from None

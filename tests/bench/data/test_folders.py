@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from tbbn.bench.data.loading import load
 from tbbn.bench.data.packed.index import PackedImages, check_packed
 from tbbn.bench.data.sources import folders
+from tbbn.bench.data.sources.listing import list_folder
 from tbbn.bench.data.types import Source
 from tbbn.bench.files import locked
 from tbbn.bench.vision import torchvision
@@ -84,6 +87,25 @@ def test_a_folder_without_test_images_is_divided_by_a_split(tmp_path: Path, insi
     (tmp_path / "test").mkdir()
     with pytest.raises(UserError, match=r"has test images of its own; leave the split out"):
         folder(tmp_path, split=0.2)
+
+
+@pytest.mark.parametrize("split", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.5, 0.6, 0.7, 0.9])
+def test_a_split_takes_its_share_of_every_class_spread_evenly(tmp_path: Path, split: float) -> None:
+    counts = {"ant": 60, "bee": 33, "cat": 20}
+    for name, count in counts.items():
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            (tmp_path / name / f"{number:02}.png").touch()
+    train, test = list_folder("mine", tmp_path, split=split).listings
+    for label, count in enumerate(counts.values()):
+        chosen = [int(f.stem) for f, own in zip(test.files, test.labels, strict=True) if own == label]
+        share = Fraction(split).limit_denominator(100)
+        # Of the first n files, the share of n rounded down.
+        assert [sum(c < n for c in chosen) for n in range(count + 1)] == [
+            math.floor(n * share) for n in range(count + 1)
+        ]
+        rest = [int(f.stem) for f, own in zip(train.files, train.labels, strict=True) if own == label]
+        assert sorted(chosen + rest) == list(range(count))
 
 
 def test_numbered_classes_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tbbn.bench.data.loading import load
+from tbbn.bench.data.sources import official
 from tbbn.errors import UserError
 
 
@@ -163,6 +164,25 @@ def test_a_broken_pickle_is_named(tmp_path: Path) -> None:
     write_pickle(tmp_path / "cifar-100-python/meta", {"fine_label_names": ["one"]})
     with pytest.raises(UserError, match="meta: needs a list 'fine_label_names' of 100 names"):
         load("cifar100", tmp_path, download=False)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_what_is_there_is_neither_downloaded_nor_unpacked(
+    tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_cifar100(tmp_path)
+    write_mnist(tmp_path / "MNIST/raw", zipped=zipped)
+    (tmp_path / "cifar-100-python.tar.gz").touch()
+    monkeypatch.setattr(official, "fetch", lambda *_, **__: pytest.fail("fetched"))
+    assert len(load("cifar100", tmp_path).train.labels) == 4
+    assert len(load("mnist", tmp_path).train.labels) == 3
+
+
+def test_official_files_come_before_a_folder_of_images(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "MNIST/raw")
+    for part in ("train", "test"):
+        (tmp_path / "mnist" / part / "a").mkdir(parents=True)
+    assert load("mnist", tmp_path, download=False).train.labels.tolist() == [7, 0, 9]
 
 
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST/raw"), ("fashion-mnist", "FashionMNIST/raw")])

@@ -24,7 +24,7 @@ from tbbn.bench.data import device
 from tbbn.bench.data.device import place_on_device
 from tbbn.bench.data.loading import found, load
 from tbbn.bench.data.packed import index as packed
-from tbbn.bench.data.packed import shards, stream
+from tbbn.bench.data.packed import shards, stream, workers
 from tbbn.bench.data.packed.index import check_packed, open_packed
 from tbbn.bench.data.packed.pack import pack
 from tbbn.bench.data.packed.shards import run_lengths
@@ -250,7 +250,7 @@ def test_an_interrupted_pack_goes_on_with_the_shard_it_was_at(tmp_path: Path, mo
 KILLED = """
 import sys, time
 from pathlib import Path
-from tbbn.bench.data.packed import shards, stream
+from tbbn.bench.data.packed import shards, stream, workers
 from tbbn.bench.data.packed.pack import pack
 def slow(file, channels, size, real=shards.open_image):
     if len(list(Path(sys.argv[2]).glob("train-*.json"))) >= 4:
@@ -544,6 +544,98 @@ def test_a_set_is_streamed_where_it_does_not_fit(tmp_path: Path, monkeypatch: py
     assert isinstance(place_on_device(stored, cpu, "no"), torch.Tensor)
     with pytest.raises(UserError, match=r"data.stream = 'yes' needs a packed data set"):
         place_on_device(torch.zeros(1), cpu, "yes")
+
+
+def test_where_linux_does_not_say_how_much_memory_is_free_all_of_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 7, "SC_PHYS_PAGES": 11}.__getitem__)
+
+    def missing(_: str) -> Any:
+        raise FileNotFoundError
+
+    for opened in (missing, lambda _: io.StringIO("MemTotal: 9 kB\n")):
+        monkeypatch.setattr(device, "open", opened, raising=False)
+        assert device._free_bytes(torch.device("cpu")) == 77
+
+
+def test_a_part_knows_whether_it_is_streamed(tmp_path: Path) -> None:
+    pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
+    stored = open_packed(tmp_path / "out").images[0]
+    for streamed, wanted in (("yes", True), ("no", False)):
+        images = place_on_device(stored, torch.device("cpu"), streamed)
+        part = device.DeviceDataset(images, torch.zeros(12), *[torch.zeros(3)] * 2, None, torch.contiguous_format)
+        assert part.is_streamed == wanted
+        rows = torch.tensor([3, 1])
+        (read,) = part.prefetch([rows]) if wanted else [[]]
+        assert torch.equal(part.gather(rows, read), stored.to("cpu")[rows])
+
+
+def test_a_process_that_decodes_leaves_ctrl_c_to_its_parent_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(signal, "signal", lambda *given: done.append(given))
+    monkeypatch.setattr("warnings.simplefilter", lambda *given: done.append(given))
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: done.append((thread._target, thread.daemon)))
+    monkeypatch.setattr(workers, "_shared", None)
+    workers._init_worker("count", "stop")
+    assert workers._shared == ("count", "stop")
+    assert done == [("ignore",), (signal.SIGINT, signal.SIG_IGN), (workers._exit_with_parent, True)]
+
+    class Parent:
+        def join(self) -> None:
+            done.append("joined")
+
+    done.clear()
+    monkeypatch.setattr(os, "_exit", done.append)
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
+    workers._exit_with_parent()
+    assert done == []
+    monkeypatch.setattr("multiprocessing.parent_process", Parent)
+    workers._exit_with_parent()
+    assert done == ["joined", 1]
+
+
+def test_as_many_workers_as_cores_unless_a_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5, 6}, raising=False)
+    assert (workers.Workers().n, workers.Workers(7).n, workers.Workers(1).n) == (3, 7, 1)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    for cores, wanted in ((5, 5), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert workers.Workers().n == wanted
+
+
+def test_workers_are_told_to_stop_and_waiting_work_is_dropped() -> None:
+    held, begun = threading.Event(), threading.Event()
+    with workers.Workers(1, threads=True) as some:
+        pool = some._started()
+        assert some._started() is pool and some.count.value == 0 and not some.stop.is_set()
+        running = pool.submit(lambda: (begun.set(), held.wait(20)))
+        assert begun.wait(20)
+        waiting = [pool.submit(pytest.fail) for _ in range(3)]
+        threading.Timer(0.05, held.set).start()
+    assert some.stop.is_set() and running.done() and all(future.cancelled() for future in waiting)
+    with workers.Workers(1, threads=True) as unused:
+        pass
+    assert unused.pool is None
+
+
+def test_images_have_a_common_shape_if_all_have_one_size_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_FILES_PER_TASK", 2)
+    files = [tmp_path / f"{i}.png" for i in range(5)]
+    for i, file in enumerate(files):
+        save(file, i, 6, 8)
+    some = workers.Workers(1)
+    assert some.common_shape(files, 8, 3) == (3, 6, 8) and some.common_shape(files, 9, 1) == (1, 6, 8)
+    assert some.common_shape(files, 7, 3) is None and some.common_shape([], 9, 3) is None
+    files[1].write_bytes(b"no image")
+    assert some.common_shape(files, 8, 3) == (3, 6, 8)
+    with workers.Workers(2, threads=True) as threads:
+        assert threads.common_shape(files, 8, 3) == (3, 6, 8)
+        assert (threads.pool is not None) and workers.Workers(1).pool is None
+    with workers.Workers(2, threads=True) as threads:
+        assert threads.common_shape(files[:2], 8, 3) == (3, 6, 8) and threads.pool is None  # one piece: no pool for it
+    save(files[4], 0, 8, 6)
+    assert some.common_shape(files, 8, 3) is None
 
 
 def test_an_error_of_a_reading_thread_reaches_the_one_who_asks(tmp_path: Path) -> None:

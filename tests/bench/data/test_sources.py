@@ -180,6 +180,19 @@ def test_the_dissimilar_sequence_is_the_papers_five_data_sets(tmp_path: Path) ->
     assert load("digits+dissimilar", tmp_path, download=False).groups[-1] == 5
 
 
+def test_the_name_of_the_sequence_reads_by_itself_what_load_reads(tmp_path: Path) -> None:
+    for name in ("mnist", "fashion-mnist", "svhn", "cifar10", "stl10"):
+        write_images(tmp_path / name)
+    heard: list[tuple[int, int]] = []
+    given = {"root": tmp_path, "download": False, "unreadable": "fail", "on_progress": lambda *n: heard.append(n)}
+    for size in (None, 4):
+        made = DATASETS.make("dissimilar", name="dissimilar", size=size, **given)
+        wanted = load("dissimilar", tmp_path, download=False, size=size)
+        assert made.name == wanted.name and made.classes == wanted.classes
+        assert torch.equal(made.train.images, wanted.train.images) and made.test.images.shape[2] == (size or 32)
+    assert heard[-1] == (4, 4)
+
+
 @pytest.mark.parametrize("name", official.OFFICIAL)
 def test_without_data_and_download_the_error_says_what_to_place(tmp_path: Path, name: str) -> None:
     first = official.OFFICIAL[name].paths[0].split("/")[0]
