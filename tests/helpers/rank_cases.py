@@ -89,6 +89,54 @@ def outside_a_block_it_is_batch_norm_over_all_ranks() -> None:
 
 
 @case
+def a_rule_or_tasks_given_to_the_block_hold_on_all_ranks() -> None:
+    counts, x = COUNTS["unequal counts"], random(30, 5, 4, 3)
+    rows = own_rows(counts)
+    ids = torch.where(torch.arange(30) < 21, 3, torch.arange(30) % 3)
+    outputs = []
+    for given, mine in (
+        ({"rule": "uneven"},) * 2,
+        ({"rule": "paper"},) * 2,
+        ({"task_ids": ids}, {"task_ids": ids[rows]}),
+    ):
+        synced, single = layers(nn.BatchNorm2d(5))
+        with tbbn.balance(single, **sums(counts), past_tasks=3, **given):
+            outputs.append(single(x))
+        with tbbn.balance(synced, **own(counts), past_tasks=3, **mine):
+            close(synced(x[rows]), outputs[-1][rows])
+    assert not torch.allclose(outputs[0], outputs[1], atol=1e-3)
+
+
+@case
+def gradients_are_made_only_for_what_needs_one() -> None:
+    counts = COUNTS["unequal counts"]
+    rows, grad = own_rows(counts), random(30, 5, 4, 3, seed=1)
+    for needed in ((True, False, False), (False, True, False), (False, False, True), (False, True, True)):
+        found = []
+        for layer, own_counts, mine in zip(
+            layers(nn.BatchNorm2d(5)), (own(counts), sums(counts)), (rows, slice(None)), strict=True
+        ):
+            leaves = random(30, 5, 4, 3)[mine], layer.weight, layer.bias
+            for tensor, wanted in zip(leaves, needed, strict=True):
+                tensor.requires_grad_(wanted)
+            with tbbn.balance(layer, **own_counts, past_tasks=3):
+                layer(leaves[0]).backward(grad[mine])
+            assert [tensor.grad is not None for tensor in leaves] == list(needed)
+            found.append([tensor.grad for tensor in leaves])
+        for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
+            if ours is not None and i:
+                dist.all_reduce(ours)
+            if ours is not None:
+                close(ours, theirs if i else theirs[rows])
+
+
+@case
+def a_group_without_this_rank_is_one_rank() -> None:
+    others = [dist.new_group([rank]) for rank in range(RANKS)][1 - dist.get_rank()]
+    assert sync.ranks_in(others) == 1 and sync.ranks_in(None) == RANKS
+
+
+@case
 def a_large_common_offset_loses_no_digits() -> None:
     counts, (synced, single) = COUNTS["unequal counts"], layers(nn.BatchNorm2d(5))
     rows, x = own_rows(counts), random(30, 5, 4, 3, dtype=torch.float64) / 100 + 1000

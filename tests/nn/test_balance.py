@@ -205,3 +205,21 @@ def test_penalty_of_adab2n_survives_checkpointing():
         (y.sum() + tbbn.penalty(model)).backward()
         values.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(*values)
+
+
+@pytest.mark.parametrize("norm", ["tbbn", "weighted", "adab2n"])
+def test_a_second_derivative_through_checkpointing_survives_the_next_forward(norm):
+    """What the repeated forward keeps must not be the running statistics themselves, which the next batch moves."""
+    found = []
+    for recompute in (False, True):
+        layer = tbbn.convert(nn.BatchNorm2d(2), norm).double()
+        x = images().double().requires_grad_()
+        with tbbn.balance(layer, **EIGHT):
+            y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        loss = y.pow(3).sum() + (tbbn.penalty(layer) or 0)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        with tbbn.balance(layer, **EIGHT):
+            layer(x.detach() + 1)
+        slope.square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)

@@ -120,6 +120,8 @@ def test_data_parallel_is_refused_and_replicas_have_layouts_of_their_own():
     with tbbn.balance(layer, **EIGHT), pytest.raises(UserError, match=r"nn.DataParallel cuts the batch"):
         layer._replicate_for_data_parallel()
     assert replicate  # it calls the method above for every module
+    replica = layer._replicate_for_data_parallel()
+    assert type(replica) is type(layer) and replica is not layer and replica._is_replica
     copies = [copy.deepcopy(layer) for _ in range(2)]
     with tbbn.balance(copies[0], **EIGHT), tbbn.balance(copies[1], **SIX):
         torch.testing.assert_close(copies[0](images()), _single(EIGHT))

@@ -314,3 +314,70 @@ def test_stl10_is_stored_by_columns_with_labels_from_1(tmp_path: Path) -> None:
     (folder / "test_y.bin").mkdir()
     with pytest.raises(UserError, match=r"test_y.bin: cannot be read \(Is a directory\)"):
         load("stl10", tmp_path, download=False)
+
+
+def test_an_empty_file_is_named_whatever_its_format(tmp_path: Path) -> None:
+    from scipy.io import savemat
+
+    images = random((2, 3, 96, 96))
+    (tmp_path / "stl10_binary").mkdir()
+    for part in ("train", "test"):
+        images.tofile(tmp_path / f"stl10_binary/{part}_X.bin")
+        np.array([1, 2], dtype=np.uint8).tofile(tmp_path / f"stl10_binary/{part}_y.bin")
+        savemat(tmp_path / f"{part}_32x32.mat", {"X": random((32, 32, 3, 1)), "y": np.array([[1]])})
+    write_cifar100(tmp_path)
+    write_mnist(tmp_path / "MNIST/raw")
+    for name, file, message in (
+        ("stl10", "stl10_binary/test_X.bin", "0 bytes are not a multiple of 3x96x96"),
+        ("stl10", "stl10_binary/train_y.bin", "2 images but 0 labels"),
+        ("svhn", "test_32x32.mat", "cannot be read"),
+        ("cifar100", "cifar-100-python/test", "cannot be read"),
+        ("cifar100", "cifar-100-python/meta", "cannot be read"),
+        ("mnist", "MNIST/raw/t10k-images-idx3-ubyte", "is not a complete idx file of 3 dimensions"),
+        ("mnist", "MNIST/raw/train-labels-idx1-ubyte", "is not a complete idx file of 1 dimensions"),
+    ):
+        whole = (tmp_path / file).read_bytes()
+        assert len(load(name, tmp_path, download=False).test.labels)
+        (tmp_path / file).write_bytes(b"")
+        named = file.replace("_y", "_X")  # the numbers of images and labels are compared
+        with pytest.raises(UserError, match=f"{named}: {message}"):
+            load(name, tmp_path, download=False)
+        (tmp_path / file).write_bytes(whole)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_an_idx_file_begins_with_its_kind(tmp_path: Path, place: int) -> None:
+    write_mnist(tmp_path / "MNIST/raw")
+    file = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
+    content = bytearray(file.read_bytes())
+    content[place] += 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="is not a complete idx file of 3 dimensions"):
+        load("mnist", tmp_path, download=False)
+
+
+def test_a_single_image_is_read_from_every_format(tmp_path: Path) -> None:
+    from scipy.io import savemat
+
+    (tmp_path / "stl10_binary").mkdir()
+    pixels = {"stl10": random((1, 3, 96, 96)), "svhn": random((32, 32, 3, 1)), "cifar100": random((1, 3072))}
+    pixels["mnist"] = random((1, 28, 28))
+    for part in ("train", "test"):
+        pixels["stl10"].tofile(tmp_path / f"stl10_binary/{part}_X.bin")
+        np.array([7], dtype=np.uint8).tofile(tmp_path / f"stl10_binary/{part}_y.bin")
+        savemat(tmp_path / f"{part}_32x32.mat", {"X": pixels["svhn"], "y": np.array([[6]])})
+        write_pickle(tmp_path / "cifar-100-python" / part, {"data": pixels["cifar100"], "fine_labels": [6]})
+        idx = "train" if part == "train" else "t10k"
+        write_idx(tmp_path / f"MNIST/raw/{idx}-images-idx3-ubyte", pixels["mnist"])
+        write_idx(tmp_path / f"MNIST/raw/{idx}-labels-idx1-ubyte", np.array([6], dtype=np.uint8))
+    wanted = {
+        "stl10": pixels["stl10"].transpose(0, 1, 3, 2),
+        "svhn": pixels["svhn"].transpose(3, 2, 0, 1),
+        "cifar100": pixels["cifar100"].reshape(1, 3, 32, 32),
+        "mnist": pixels["mnist"][:, None],
+    }
+    for name, images in wanted.items():
+        source = load(name, tmp_path, download=False)
+        for part in (source.train, source.test):
+            assert np.array_equal(part.images.numpy(), images) and part.labels.tolist() == [6]
+            assert part.labels.dtype == torch.int64 and part.images.is_contiguous()

@@ -52,7 +52,7 @@ class Il2m(FineTune):
             learnt = torch.cat([network.recall(LEARNT), learnt])
             confidence = torch.cat([network.recall(CONFIDENCE), confidence])
         factors = torch.ones_like(learnt)
-        if n_old and len(context.memory):
+        if len(context.memory):
             now = _own_scores(context, context.memory.index)
             rectified = learnt / now.means * new.best / confidence
             is_old = torch.arange(context.n_classes, device=learnt.device) < n_old

@@ -164,7 +164,7 @@ def _bytes(name: str, images: Tensor) -> Tensor:
         return images
     if images.is_floating_point() and bool(((images >= 0) & (images <= 1)).all()):
         return images.float().mul(255).round().to(torch.uint8)
-    low, high = images.min().item(), images.max().item()
+    low, high = images.aminmax()
     raise UserError(f"{name}: images must be uint8, or floats in [0, 1], got {images.dtype} from {low:g} to {high:g}")
 
 
