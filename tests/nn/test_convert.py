@@ -138,18 +138,44 @@ def test_every_norm_keeps_what_it_shares_with_batch_norm(norm, x):
     assert model(x.double()).shape == (12, 5)
 
 
+FROM = {  # what a layer was before it became the first norm
+    "plain": {},
+    "set": {"eps": 0.1, "momentum": 0.3},
+    "bare": {"affine": False},
+    "double": {"dtype": torch.float64},
+    "bare double": {"affine": False, "dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("was", FROM)
 @pytest.mark.parametrize("first", sorted(NORMS))
 @pytest.mark.parametrize("second", sorted(NORMS))
-def test_any_norm_becomes_any_other_as_batch_norm_would(first, second):
+def test_any_norm_becomes_any_other_as_batch_norm_would(first, second, was):
     groups = {norm: {"groups": 2} if norm in ("gn", "cn") else {} for norm in (first, second)}
-    model, options = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm3d(4)), groups[second] | {"eps": 1e-3}
+    model = nn.Sequential(nn.BatchNorm1d(4, **FROM[was]), nn.BatchNorm3d(4, **FROM[was]))
+    options = groups[second] | ({"eps": 1e-3} if was == "plain" else {})
     at_once = tbbn.convert(copy.deepcopy(model), second, **options)
     tbbn.convert(tbbn.convert(model, first, **groups[first]), second, **options)
     assert [type(layer) for layer in model] == [type(layer) for layer in at_once]
     state, wanted = model.state_dict(), at_once.state_dict()
+    for ours, theirs in zip(model, at_once, strict=True):
+        for name in ("eps", "affine", "track_running_stats"):
+            assert getattr(ours, name, None) == getattr(theirs, name, None), name
+        if hasattr(theirs, "momentum"):  # batch renormalisation brings one of its own
+            assert ours.momentum == (theirs.momentum if first != "brn" else 0.01)
+    if was == "bare double" and first in ("in", "gn"):
+        return  # they have no tensor that would keep the type
     assert state.keys() == wanted.keys()
-    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
-    assert model[1](torch.randn(6, 4, 2, 2, 2)).shape == (6, 4, 2, 2, 2)
+    assert all(torch.equal(state[name], wanted[name]) and state[name].dtype == wanted[name].dtype for name in wanted)
+    x = torch.randn(6, 4, 2, 2, 2, dtype=FROM[was].get("dtype"))
+    assert model[1](x).shape == x.shape
+
+
+def test_a_norm_made_by_hand_becomes_a_batch_norm_of_images():
+    for norm in ("in", "gn", "sn", "brn", "cn", "adab2n"):
+        made = tbbn.convert(NORMS.get(norm)(32))
+        assert type(made) is tbbn.TaskBalancedBatchNorm2d and made.num_features == 32, norm
+        assert made.momentum == (0.01 if norm == "brn" else 0.1)
 
 
 # What a layer made by hand has beside batch norm's settings.

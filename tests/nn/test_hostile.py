@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -199,6 +199,43 @@ def test_a_layer_that_is_also_in_a_plain_collection_is_replaced_there(kind):
     assert held is net.norm and isinstance(held, tbbn.TaskBalancedBatchNorm2d)
     net = tbbn.revert(net)
     assert type(net.steps["a"] if kind is dict else net.steps[0]) is nn.BatchNorm2d  # type: ignore[index]
+
+
+class Frozen(dict):  # type: ignore[type-arg]
+    """As the configs of some libraries, which are attributes of their models."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("frozen")
+
+
+class FrozenList(list):  # type: ignore[type-arg]
+    def __setitem__(self, *_: Any) -> None:
+        raise TypeError("frozen")
+
+
+class Named(NamedTuple):
+    norm: nn.Module
+    count: int
+
+
+def test_collections_with_other_things_in_them_keep_those():
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1))
+    norm, conv = net
+    numbers: list[Any] = [1, [2], torch.zeros(2), conv]
+    net.many = [norm, *numbers, norm]
+    net.fixed = (*numbers, norm)
+    net.by_name = {"norm": norm, "conv": conv, "numbers": numbers, "again": norm}
+    net.untouched, net.config, net.shapes, net.empty = Named(norm, 3), Frozen(a=[1], b=conv), FrozenList([conv]), []
+    many, by_name, config, named = net.many, net.by_name, net.config, net.untouched
+    tbbn.convert(net)
+    new = net[0]
+    assert isinstance(new, tbbn.TaskBalancedBatchNorm2d)
+    assert net.many is many and len(many) == 6 and many[0] is many[5] is new
+    assert all(a is b for a, b in zip(many[1:5], numbers, strict=True))
+    assert type(net.fixed) is tuple and net.fixed[4] is new and net.fixed[3] is conv and net.fixed[1] is numbers[1]
+    assert net.by_name is by_name and list(by_name) == ["norm", "conv", "numbers", "again"]
+    assert by_name["norm"] is by_name["again"] is new and by_name["conv"] is conv and by_name["numbers"] is numbers
+    assert net.config is config and net.untouched is named and net.shapes == [conv] and net.empty == []
 
 
 def test_a_second_convert_keeps_the_synchronisation():

@@ -11,7 +11,7 @@ from tbbn.errors import UserError
 from tbbn.nn import comparison
 from tbbn.nn import modules as layers
 from tbbn.nn.adab2n import AdaptiveBalancedNorm
-from tbbn.nn.carrying import TORCH_ATTRIBUTES, carry, carry_lazy, is_made
+from tbbn.nn.carrying import carry, carry_lazy, is_made
 from tbbn.nn.foreign import ForeignNorm, combine
 from tbbn.nn.private import AnyBatchNorm, AnyLazyNorm
 from tbbn.nn.selection import Skip, skipped_modules, warn_of_unchanged
@@ -110,11 +110,11 @@ def _replace(
 def _replace_in_collections(parent: nn.Module, made: Mapping[Any, nn.Module]) -> None:
     """Replace layers that a module also holds in a list, tuple or dict of its own, from which its forward may call them."""
     for name, held in list(vars(parent).items()):
-        if name in TORCH_ATTRIBUTES or not isinstance(held, list | tuple | dict) or not held:
+        if not isinstance(held, list | tuple | dict):
             continue
         values = held.values() if isinstance(held, dict) else held
         if not any(isinstance(value, nn.Module) and value in made for value in values):
-            continue
+            continue  # it may be of a class that refuses changes
         if isinstance(held, dict):
             held.update({k: made[v] for k, v in held.items() if isinstance(v, nn.Module) and v in made})
         else:
@@ -135,7 +135,7 @@ def _registered(module: nn.Module) -> Entry[Any] | None:
     for entry in NORMS.registered().values():
         classes: tuple[Any, ...] = entry.value if isinstance(entry.value, tuple) else (entry.value,)
         for cls in classes:
-            if isinstance(module, cls) and type(module).forward is getattr(cls, "forward", None):
+            if isinstance(module, cls) and type(module).forward is cls.forward:
                 return entry
     return None
 
