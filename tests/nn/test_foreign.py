@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
 
 import tbbn
 from tbbn.errors import UserError
@@ -303,6 +306,235 @@ def test_hooks_that_hold_the_layer_hold_the_new_one():
     del layer
     new.load_state_dict(new.state_dict())
     assert new.loaded and heard == [new]
+
+
+def test_hooks_of_every_kind_are_rebound_or_left_as_they_are(x):
+    class WithMethods(nn.BatchNorm2d):
+        def seen(self, *args):
+            self.calls = getattr(self, "calls", 0) + 1
+
+    layer, heard = WithMethods(4), []
+    layer.register_forward_hook(layer.seen)
+    slot = layer.register_forward_pre_hook(layer.__eq__)  # no Python function, so it stays
+    other = WithMethods(4)
+    layer.register_forward_hook(other.seen)
+    kept = [layer._register_load_state_dict_pre_hook(lambda *args: heard.append(len(args)))]
+    layer.register_buffer("mine", torch.ones(2), persistent=False)
+    old = layer
+    for change in (tbbn.convert, tbbn.revert):
+        layer = change(layer)
+        assert [getattr(hook, "__self__", None) for hook in layer._forward_hooks.values()] == [layer, other]
+        assert next(iter(layer._forward_pre_hooks.values())).__self__ is old
+        layer.load_state_dict(layer.state_dict())
+        assert heard == [7]  # without a module
+        heard.clear()
+        assert layer._non_persistent_buffers_set == {"mine"}
+    slot.remove()
+    layer(x)
+    assert layer.calls == other.calls == 1
+    kept[0].remove()
+    layer.load_state_dict(layer.state_dict())
+    assert not heard
+
+
+@temporary()
+def test_a_norm_may_have_buffers_that_are_not_saved():
+    @register_norm("counting")
+    class Counting(nn.BatchNorm2d):
+        def __init__(self, num_features, eps=1e-5, momentum=0.1, affine=True):
+            super().__init__(num_features, eps, momentum, affine)
+            self.register_buffer("passing", torch.zeros(3), persistent=False)
+
+    layer = nn.BatchNorm2d(4)
+    layer.register_buffer("mine", torch.ones(2), persistent=False)
+    layer = tbbn.convert(layer, "counting")
+    assert layer.passing.numel() == 3 and layer.mine.numel() == 2
+    assert layer.state_dict().keys() == nn.BatchNorm2d(4).state_dict().keys()
+    layer = tbbn.convert(layer, "tbbn")
+    assert not hasattr(layer, "passing") and layer._non_persistent_buffers_set == {"mine"}
+
+
+class Outer(nn.BatchNorm2d):
+    """Another norm with a forward of its own inside its forward."""
+
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.inner = BySuper(num_features)
+
+    def forward(self, x):
+        return self.inner(super().forward(x))
+
+
+class OnlyInTraining(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) if self.training else 2 * x
+
+
+def test_a_norm_inside_another_ones_forward_does_not_count_for_it(x):
+    layer = tbbn.convert(Outer(4))
+    plain = Outer(4)
+    torch.testing.assert_close(layer(x), plain(x))
+    inner = Outer(4)
+    inner.inner = Outer(4)  # and one more
+    torch.testing.assert_close(tbbn.convert(copy.deepcopy(inner))(x), inner(x))
+
+    class Never(Outer):
+        def forward(self, x):
+            return self.inner(x) if x.sum() > -1e9 else super().forward(x)
+
+    with pytest.raises(UserError, match="Never: its forward did not reach the normalisation"):
+        tbbn.convert(Never(4))(x)
+
+
+def test_in_eval_mode_a_forward_need_not_reach_what_is_batch_norm_there(x):
+    assert torch.equal(tbbn.convert(OnlyInTraining(4)).eval()(x), 2 * x)
+    for norm, options in (("sn", {}), ("cn", {"groups": 2})):  # these are not
+        with pytest.raises(UserError, match="OnlyInTraining: its forward did not reach the normalisation"):
+            tbbn.convert(OnlyInTraining(4), norm, **options).eval()(x)
+
+
+def test_whether_a_forward_has_reached_the_normalisation_is_known_by_thread(x):
+    here, there = threading.Event(), threading.Event()
+
+    class Slow(nn.BatchNorm2d):
+        def forward(self, x):
+            assert here.wait(20)
+            y = super().forward(x)
+            there.set()
+            return y
+
+    class Waits(nn.BatchNorm2d):
+        def forward(self, x):
+            here.set()
+            assert there.wait(20)  # the other thread's forward has reached its normalisation
+            return x if self.training else super().forward(x)
+
+    slow, waits = tbbn.convert(Slow(4)), tbbn.convert(Waits(4))
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(slow, x)
+        with pytest.raises(UserError, match="Waits: its forward did not reach the normalisation"):
+            waits(x)
+        assert other.result().shape == x.shape
+
+
+def test_the_input_of_an_own_forward_may_be_given_by_its_name(x):
+    class Named(nn.BatchNorm2d):
+        def forward(self, input):
+            return super().forward(input).relu()
+
+    layer, plain = tbbn.convert(Named(4)), Named(4)
+    assert torch.equal(layer(input=x), plain(input=x))
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = layer
+
+        def forward(self, x):
+            return self.norm(input=x)
+
+    graph = torch.fx.symbolic_trace(Around()).graph
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["norm"]
+
+
+class Both(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) + F.batch_norm(x, None, None, training=True)
+
+
+class AboveFunction(ByFunction):
+    def forward(self, x):
+        return super().forward(x).abs()
+
+
+class Decorated(nn.BatchNorm2d):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+class NoFunction(nn.BatchNorm2d):
+    forward = torch.relu
+
+
+def test_how_a_forward_normalises_is_read_off_its_code():
+    planned, other = tbbn.TaskBalancedBatchNorm2d, tbbn.nn.adab2n.AdaptiveBalancedNorm
+    found = {
+        (own, norm): foreign._replaces_call(own, norm)
+        for own, norm in (
+            *((own, planned) for own in (BySuper, Twice, ByFunction, ByBase, AboveFunction, Decorated)),
+            *((own, other) for own in (BySuper, Twice, Decorated)),
+        )
+    }
+    by_call = {(ByFunction, planned), (ByBase, planned), (AboveFunction, planned)}
+    assert found == {pair: pair in by_call for pair in found}
+    refused = [(own, planned) for own in (ByHand, Both, NoFunction)]
+    refused += [(own, other) for own in (ByFunction, ByBase, AboveFunction, Both)]
+    refused += [(own, tbbn.nn.comparison.GroupNorm) for own in (BySuper, ByFunction, Twice)]
+    for own, norm in refused:
+        with pytest.raises(UserError, match=f"convert: {own.__name__} is a batch norm with a forward of its own"):
+            foreign._replaces_call(own, norm)
+
+
+@pytest.mark.parametrize("name", ["BatchNormAct2d", "SyncBatchNormAct"])
+def test_norms_of_timm_are_known_by_their_names(name, x):
+    def forward(self, x):
+        return self.act(self.drop(torch.nn.functional.instance_norm(x)))  # what it is does not matter
+
+    kind = type(
+        name, (nn.BatchNorm2d,), {"forward": forward, "__module__": "timm.layers.norm_act", "__qualname__": name}
+    )
+    layer = kind(4)
+    layer.drop, layer.act = nn.Hardtanh(-0.5, 0.5), nn.LeakyReLU(0.1)
+    new = tbbn.convert(layer)
+    wanted = F.leaky_relu(nn.BatchNorm2d(4)(x).clamp(-0.5, 0.5), 0.1)
+    torch.testing.assert_close(new(x), wanted)
+    assert type(tbbn.convert(kind(4))) is type(new), "one class for all layers of a kind"
+
+
+def test_a_pickle_of_an_own_class_leaves_behind_what_a_forward_has_left(x):
+    layer = tbbn.convert(BySuper(4))
+    with tbbn.balance(layer, **EIGHT), torch.no_grad():
+        layer(x)
+    assert layer._forwards.last and layer._warns
+    for twin in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer), copy.copy(layer)):
+        assert type(twin) is type(layer) and not twin._forwards.last and twin._warns is None
+
+
+@pytest.mark.parametrize("cls", [BySuper, ByFunction], ids=lambda c: c.__name__)
+def test_checkpointing_of_an_own_class_without_running_statistics(cls, x):
+    found = []
+    for recompute in (False, True):
+        layer, leaf = tbbn.convert(ready(cls, track_running_stats=False)), x.clone().requires_grad_()
+        with tbbn.balance(layer, **EIGHT):
+            y = checkpoint(layer, leaf, use_reentrant=False) if recompute else layer(leaf)
+        y.pow(2).sum().backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(*found)
+
+
+def test_only_a_batch_norm_class_has_a_converter(converters):
+    for wrong in (nn.Linear, nn.BatchNorm2d(3), "BatchNorm2d", int):
+        with pytest.raises(UserError, match="register_converter: expected a subclass of torch's batch norm, got"):
+            tbbn.register_converter(wrong)
+    calls = []
+
+    @tbbn.register_converter(ByHand)
+    def first(layer, normalise, x):
+        calls.append(1)
+        return normalise(x)
+
+    x = torch.randn(12, 4, 3, 3)
+    tbbn.convert(ByHand(4))(x)
+
+    @tbbn.register_converter(ByHand)
+    def second(layer, normalise, x):
+        calls.append(2)
+        return normalise(x)
+
+    tbbn.convert(ByHand(4))(x)
+    assert calls == [1, 2], "the newer one holds for layers that are converted later"
+    assert first is not second
 
 
 class Tokens(nn.Module):

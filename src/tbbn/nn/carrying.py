@@ -56,7 +56,7 @@ def carry_lazy(old: nn.Module, new: nn.Module) -> nn.Module:
     for name, value in vars(old).items():
         if name not in after:
             after[name] = value
-        elif name in TORCH_ATTRIBUTES and name.endswith("_hooks"):
+        elif name.endswith("_hooks"):
             given = {key: hook for key, hook in value.items() if getattr(_inner(hook), "__self__", None) is not old}
             after[name].update({key: _rebound(hook, old, new) for key, hook in given.items()})
     return new.train(old.training)
@@ -87,9 +87,9 @@ def _merge(old: nn.Module, new: nn.Module, container: str, dropped: set[str], ev
 def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
     """Hooks that hold the old layer itself, as a bound method or for ``with_module=True``, shall hold the new one."""
     for name in TORCH_ATTRIBUTES:
-        hooks = vars(new).get(name)
-        if not name.endswith("_hooks") or not hooks:
+        if not name.endswith("_hooks"):
             continue
+        hooks = vars(new)[name]
         changed = {key: _rebound(hook, old, new) for key, hook in hooks.items()}
         if any(changed[key] is not hook for key, hook in hooks.items()):
             vars(new)[name] = type(hooks)(changed)

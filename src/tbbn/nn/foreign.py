@@ -86,7 +86,7 @@ class ForeignNorm:
 class _OwnForward(ForeignNorm):
     """Runs the forward of ``own``, and raises if that did not reach ``norm``."""
 
-    replaces_call = False  # whether F.batch_norm is replaced meanwhile
+    replaces_call: bool  # whether F.batch_norm is replaced meanwhile
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
