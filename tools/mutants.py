@@ -247,7 +247,7 @@ def choose(mutant: Mutant, source: str, tests: dict[str, dict[str, Any]], limit:
     if not seen:  # run on import: any test may see it, first of all those that call something in the file
         seen = list(tests)
         close |= {t for t in tests if any(call.startswith(f"{mutant.file}:") for call in tests[t]["calls"])}
-    seen.sort(key=lambda test: (test not in close, not test.startswith(folders), tests[test]["seconds"]))
+    seen.sort(key=lambda test: (not test.startswith(folders), test not in close, tests[test]["seconds"]))
     late = [test for test in seen if any(word in test for word in LATE)]
     near = [test for test in seen if (test.startswith(folders) or test in close) and test not in late]
     chosen = []

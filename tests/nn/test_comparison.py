@@ -268,6 +268,25 @@ def test_statistics_that_are_frozen_or_cumulative_are_batch_norms(norm):
             close(ours, theirs)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_renorm_without_a_snapshot_reads_its_own_statistics(training):
+    layer, x = make("brn").train(training), data((12, 4, 3, 2))
+    layer.running_mean += 0.5
+    layer.num_batches_tracked.fill_(12_000)
+    twin = copy.deepcopy(layer)
+    var, mean = torch.var_mean(x.flatten(2), 2, unbiased=False)
+    for ours, theirs in zip(
+        layer.normaliser(x, mean, var), twin.normaliser(x, mean, var, *twin.snapshot(x)), strict=True
+    ):
+        close(ours, theirs)
+
+
+def test_statistics_of_the_output_need_running_statistics_to_move():
+    layer = tbbn.TaskBalancedBatchNorm2d(4, case=2, output_statistics=True, track_running_stats=False).double()
+    x = data((64, 4, 3, 3), seed=5)
+    close(run(layer, x), reshape_repeat(x, None, None, layer.weight, layer.bias, 48, 8))
+
+
 def test_a_snapshot_of_batch_renorm_is_of_before_the_step():
     layer, x = make("brn"), data((12, 4, 3, 2))
     before = [t.clone() for t in (layer.running_mean, layer.running_var, layer.num_batches_tracked)]

@@ -325,6 +325,12 @@ def test_norms_of_other_kinds_are_left_alone():
         assert list(tbbn.convert(nn.Sequential(*others))) == others
 
 
+def test_a_model_whose_norms_are_all_skipped_is_no_surprise(recwarn):
+    tbbn.convert(nn.Sequential(nn.BatchNorm2d(4)), skip=[nn.BatchNorm2d])
+    tbbn.convert(nn.Sequential(nn.Linear(2, 2)), "bn")
+    assert not recwarn.list
+
+
 def test_unknown_norm_names_the_nearest():
     with pytest.raises(UserError, match=r"unknown norm 'tbn'; choose one of: adab2n, .*Did you mean 'tbbn'\?"):
         tbbn.convert(nn.BatchNorm2d(3), "tbn")
@@ -341,6 +347,21 @@ def test_unknown_option_names_the_nearest():
         tbbn.convert(nn.BatchNorm2d(3), "weighted", case=2)
     with pytest.raises(UserError, match="unknown option of norm 'bn': 'groups'"):
         tbbn.convert(nn.BatchNorm2d(3), "bn", groups=2)
+
+
+@pytest.mark.parametrize("norm", ["gn", "cn"])
+def test_groups_of_a_layer_made_by_hand_divide_its_channels(norm):
+    for groups in (0, -1, -4, 3, 16):
+        with pytest.raises(
+            UserError, match=rf"{norm}: groups={groups} does not divide 8 channels; choose one of \[1, 2, 4, 8\]"
+        ):
+            NORMS.get(norm)(8, groups=groups)
+    if norm == "gn":
+        for channels in (-2, 3, 16):
+            with pytest.raises(UserError, match=f"gn: channels_per_group={channels} does not divide 8 channels"):
+                NORMS.get(norm)(8, channels_per_group=channels)
+    for groups in (1, 2, 4, 8):
+        assert NORMS.get(norm)(8, groups=groups)(torch.randn(4, 8, 2)).shape == (4, 8, 2)
 
 
 @pytest.mark.parametrize("norm", ["gn", "cn"])

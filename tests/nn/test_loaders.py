@@ -10,6 +10,9 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 import tbbn
 from tbbn.errors import UserError
 from tbbn.nn import wants_task_ids
+from tbbn.nn.balancing import balanced_layers
+from tbbn.nn.modules import BalancedNorm
+from tbbn.nn.plan import make_layout
 
 CLASSES = [12, 3, 15, 19, 7, 11, 1, 14, 17, 16, 13, 18]  # of 12 rows; the current task has 10 to 19
 IS_MEMORY = [c < 10 for c in CLASSES]
@@ -83,12 +86,78 @@ def test_task_ids_reach_the_layers_that_want_them():
         ({"current": np.bool_(True), "memory": 3, "past_tasks": 1}, TypeError, "current must be a whole number"),
         ({"current": torch.tensor(True), "memory": 3, "past_tasks": 1}, TypeError, "current must be a whole number"),
         ({"current": 9, "memory": 3, "past_tasks": 1, "rule": "evn"}, UserError, "split rule"),
+        ({"labels": CLASSES, "current_classes": "12", "past_tasks": 1}, TypeError, "current_classes must be a range or a list"),
+        ({"labels": CLASSES, "current_classes": np.array([[1, 2]]), "past_tasks": 1}, TypeError, "must be a range or a list"),
+        ({"labels": CLASSES, "current_classes": np.array(3), "past_tasks": 1}, TypeError, "must be a range or a list"),
+        ({"labels": CLASSES, "current_classes": torch.tensor(3), "past_tasks": 1}, TypeError, "must be a range or a list"),
+        ({"labels": [True] * 12, "current_classes": [1], "past_tasks": 1}, TypeError, "labels must be 1-d with one integer"),
+        ({"labels": torch.zeros(12, dtype=torch.complex64), "current_classes": [1], "past_tasks": 1}, TypeError, "one integer"),
+        ({"task_ids": [-1, 1], "current_task": 1}, UserError, r"task_ids must lie in 0..1 for current_task=1, got -1..1"),
+        ({"labels": CLASSES, "task_ids": TASKS, "current_task": 1}, UserError, "not both"),
+        ({"current_classes": [1], "task_ids": TASKS, "current_task": 1}, UserError, "not both"),
+        ({"current": 9, "is_memory": IS_MEMORY, "past_tasks": 1}, UserError, "either current and memory, or is_memory"),
+        ({"memory": 3, "is_memory": IS_MEMORY, "past_tasks": 1}, UserError, "either current and memory, or is_memory"),
+        ({"memory": 3, "past_tasks": 1}, UserError, "give both current and memory"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_one_clear_line(layout, kind, message):
     with pytest.raises(kind, match=message) as raised:
         tbbn.balance(tbbn.TaskBalancedBatchNorm1d(3), **layout)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("given", ["all", 0, -1, 1.5, True, None, np.array([1, 2])], ids=str)
+def test_rows_per_sample_are_a_number_from_1_or_any(given):
+    with pytest.raises(UserError, match=r"rows_per_sample must be a whole number from 1, or 'any', got ") as raised:
+        tbbn.balance(tbbn.TaskBalancedBatchNorm1d(3), current=9, memory=3, past_tasks=1, rows_per_sample=given)
+    assert str(raised.value).endswith(f"got {given!r}.")
+
+
+@pytest.mark.parametrize("second", [{"current": 9}, {"memory": 3}, {"is_memory": IS_MEMORY}], ids=str)
+@pytest.mark.parametrize(
+    "first",
+    [{"labels": CLASSES}, {"current_classes": [1]}, {"task_ids": TASKS, "current_task": 1}],
+    ids=["labels", "classes", "task"],
+)
+def test_two_ways_to_say_which_rows_are_memory_are_refused(first, second):
+    with pytest.raises(UserError, match="say in one way which rows are memory"):
+        tbbn.balance(tbbn.TaskBalancedBatchNorm1d(3), **first, **second, past_tasks=1)
+
+
+def test_a_batch_without_rows_is_taken():
+    for layout in (
+        {"task_ids": [], "current_task": 1},
+        {"is_memory": [], "past_tasks": 1},
+        {"current": 0, "memory": 0, "past_tasks": 1},
+        {"current": 0, "memory": 0, "past_tasks": 1, "task_ids": torch.zeros(0, dtype=torch.int64)},
+    ):
+        if "task_ids" in layout and not torch.is_tensor(layout["task_ids"]):
+            layout["task_ids"] = np.array([], dtype=np.int64)
+        if "is_memory" in layout:
+            layout["is_memory"] = np.array([], dtype=bool)
+        for layer in (tbbn.TaskBalancedBatchNorm1d(3), tbbn.convert(nn.BatchNorm1d(3), "adab2n")):
+            with tbbn.balance(layer, **layout) as entered:
+                assert entered is None
+
+
+def test_the_layers_of_a_model_are_found_once_wherever_they_are():
+    shared = tbbn.TaskBalancedBatchNorm1d(3)
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), shared), tbbn.convert(nn.BatchNorm1d(3), "adab2n"), shared)
+    model.nothing = None
+    model.register_module("absent", None)
+    assert list(balanced_layers(model)) == [m for m in model.modules() if isinstance(m, BalancedNorm)]
+    assert len(list(balanced_layers(model))) == 2
+    block = tbbn.balance(model, current=9, memory=3, past_tasks=1)
+    assert block.groups == {} and block.layers == [shared, model[1]]
+
+
+@pytest.mark.parametrize("form", ["mask", "task ids", "both"])
+def test_a_layout_with_values_of_rows_is_of_one_batch_alone(form):
+    mask = None if form == "task ids" else torch.tensor(IS_MEMORY)
+    ids = None if form == "mask" else torch.tensor(TASKS)
+    counts = (None, None) if mask is not None else (9, 3)
+    first, second = (make_layout(*counts, mask, 1, ids) for _ in range(2))
+    assert first is not second
 
 
 # -- the rule
@@ -238,6 +307,8 @@ def test_the_first_task_has_no_memory():
     ],
 )
 def test_wrong_settings_of_the_sampler(arguments, kind, message):
+    with pytest.raises(UserError, match="there must be current rows, in the dataset and in a batch"):
+        tbbn.ReplayBatchSampler([], 20)
     with pytest.raises(kind, match=message):
         tbbn.ReplayBatchSampler(50, 20, **arguments)
     state = tbbn.ReplayBatchSampler(50, 20).state_dict()

@@ -13,6 +13,7 @@ from torch import nn
 
 import tbbn
 from tbbn.errors import UserError
+from tbbn.nn import sync
 
 
 def run_ranks(folder, names):
@@ -62,6 +63,19 @@ def test_the_layer_says_that_it_synchronises():
     model = tbbn.convert(network(), sync=True)
     assert "sync=True" in repr(model[1]) and "sync=True" in repr(copy.deepcopy(model)[4])
     assert "sync" not in repr(tbbn.convert(network())[1])
+
+
+def test_a_process_group_alone_asks_for_synchronisation():
+    group = object()
+    layer = tbbn.convert(nn.BatchNorm2d(4), process_group=group)
+    assert layer.sync and layer.process_group is group
+    assert not tbbn.convert(nn.BatchNorm2d(4)).sync and type(tbbn.convert(nn.BatchNorm2d(4), "bn")) is nn.BatchNorm2d
+
+
+def test_a_torch_without_distributed_has_one_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.delattr(torch.distributed, "is_initialized")
+    assert sync.ranks_in(None) == 1
 
 
 def test_output_statistics_are_not_synchronised():

@@ -285,3 +285,40 @@ def test_folders_of_an_archive_are_made_for_their_files_and_other_folders_left(k
         "a",
         archive.name,
     ]
+
+
+@pytest.mark.parametrize(
+    "name", ["/a", "\\a", "C:a", "C:/a", "//server/a", "../a", "a/..", "a/../b", "a\\..\\b", "a\0b"]
+)
+def test_a_name_that_leads_elsewhere_on_any_system_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=r"x.zip: refused: its member .* leads out of its folder"):
+        archives._inside(Path("x.zip"), name)
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "./a", "a.b/c..d", "a b/..c", "a\\b"])
+def test_a_name_inside_its_folder_is_taken(name: str) -> None:
+    assert archives._inside(Path("x.zip"), name) == Path(name)
+
+
+def test_trouble_with_another_file_is_not_the_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tar(tmp_path / "a.tar.gz", {"a/one": b"1"})
+
+    def failing(error: Exception) -> None:
+        def copy(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(archives.shutil, "copyfileobj", copy)
+
+    failing(OSError(28, "No space left on device", str(tmp_path / "a/one")))
+    with pytest.raises(OSError, match="No space left on device"):
+        archives.unpack(tmp_path / "a.tar.gz", tmp_path, "a")
+    for error, reason in (
+        (OSError(5, "Input/output error"), r"\[Errno 5\] Input/output error"),
+        (OSError(5, "Input/output error", str(tmp_path / "a.tar.gz")), r"\[Errno 5\] Input/output error: .*"),
+        (ValueError("first\nsecond"), "first"),
+        (EOFError(), "EOFError"),
+    ):
+        failing(error)
+        with pytest.raises(UserError, match=rf"a.tar.gz: cannot be unpacked \({reason}\); delete it and try again"):
+            archives.unpack(tmp_path / "a.tar.gz", tmp_path, "a")
+    assert everything(tmp_path) == ["a.tar.gz"]

@@ -71,6 +71,42 @@ def test_grey_images_and_constant_ones() -> None:
     assert read_arrays("mine", (np.full((10, 4, 4), 51, np.uint8), [0, 1] * 5))[1] == ((0.2,), (1.0,))
 
 
+@pytest.mark.parametrize(
+    ("shape", "stored"),
+    [
+        ((20, 3, 5, 3), (3, 5, 3)),
+        ((20, 6, 5, 3), (3, 6, 5)),
+        ((20, 6, 5, 1), (1, 6, 5)),
+        ((20, 1, 5, 3), (1, 5, 3)),
+        ((20, 6, 5, 4), (6, 5, 4)),
+        ((20, 3, 5, 4), (3, 5, 4)),
+    ],
+)
+def test_channels_come_second_unless_only_the_last_axis_can_hold_them(
+    shape: tuple[int, ...], stored: tuple[int, ...]
+) -> None:
+    images = np.arange(np.prod(shape)).astype(np.uint8).reshape(shape)
+    found = images_of(((images, LABELS), (images, LABELS))).numpy()
+    assert found.shape[1:] == stored
+    assert np.array_equal(found, images if shape[1:] == stored else images.transpose(0, 3, 1, 2))
+
+
+def test_images_of_the_wanted_size_are_not_copied() -> None:
+    square = np.zeros((20, 6, 6), np.uint8)
+    source = remember((square, LABELS))
+    assert load(source.name, size=6).train.images is source.train.images
+
+
+def test_pairs_of_lists_and_of_datasets_are_two_parts() -> None:
+    rows = Rows([(image, int(label)) for image, label in zip(IMAGES, LABELS, strict=True)])
+    for data in ((PAIR, rows), [rows, PAIR], [[IMAGES, LABELS], PAIR], (rows, rows)):
+        contents, _ = read_arrays("mine", data)
+        assert len(contents.train.labels) == len(contents.test.labels) == 20
+    two = np.zeros((2, 6, 5), np.uint8), np.array([0, 1])  # an array of two images is no pair
+    with pytest.raises(UserError, match="mine: no test images"):
+        read_arrays("mine", two)
+
+
 def test_images_of_pil() -> None:
     image = pytest.importorskip("PIL.Image")
     rows = [(image.fromarray(pixels.transpose(1, 2, 0)), int(label)) for pixels, label in zip(*PAIR, strict=True)]
@@ -105,6 +141,15 @@ def test_labels_become_ids_in_sorted_order() -> None:
         ((IMAGES.astype(np.int64), LABELS), r"uint8, or floats in \[0, 1\], got torch.int64 from 0 to 255"),
         ((IMAGES * 2.0, LABELS), "got torch.float64 from 0 to 510"),
         ((IMAGES / 255 - 0.25, LABELS), r"got torch.float64 from -0\.25 to 0\.75"),
+        ((IMAGES[:, :, :0], LABELS), r"images must be \(N, H, W\), .* got \(20, 3, 0, 5\)"),
+        ((IMAGES[:, :0], LABELS), r"got \(20, 0, 6, 5\)"),
+        ((IMAGES[:0], LABELS[:0]), r"got \(0, 3, 6, 5\)"),
+        ((IMAGES[None], LABELS), r"got \(1, 20, 3, 6, 5\)"),
+        ([IMAGES, LABELS, LABELS], r"must be \(images, labels\)"),
+        ("ab", r"must be \(images, labels\), .* got 'ab'"),
+        ({1: 2, 3: 4}, r"must be \(images, labels\)"),
+        (Rows([(IMAGES[0], 0, 1)]), r"pairs \(image, label\)"),
+        (Rows([[IMAGES[0]]]), r"pairs \(image, label\)"),
         ((IMAGES > 9, LABELS), "got torch.bool from 0 to 1"),
         ((IMAGES, [True] * 20), "labels must be integers or text, got True"),
         ((IMAGES, LABELS / 2), "labels must be integers or text, got 0.0"),

@@ -20,7 +20,8 @@ from torch import Tensor
 from tbbn.bench.data.loading import load
 from tbbn.bench.data.packed.index import PackedImages, check_packed
 from tbbn.bench.data.sources import folders
-from tbbn.bench.data.sources.listing import list_folder
+from tbbn.bench.data.sources.decoding import Unreadable, open_image
+from tbbn.bench.data.sources.listing import chosen_classes, list_folder
 from tbbn.bench.data.types import Source
 from tbbn.bench.files import locked
 from tbbn.bench.vision import torchvision
@@ -318,6 +319,82 @@ def test_a_second_process_waits_for_the_cache(tmp_path: Path, monkeypatch: pytes
         assert torch.equal(tensors(loading.result(60))[1][1], chw(picture(100)))
 
 
+def test_a_set_is_kept_decoded_from_a_size_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_imagenet(tmp_path, monkeypatch)
+    n_bytes = 6 * 3 * 7 * 7
+    for limit, kept in ((n_bytes + 1, False), (n_bytes, True)):
+        monkeypatch.setattr(folders, "_CACHED_FROM", limit)
+        source = load("imagenet100", tmp_path, size=7)
+        assert isinstance(source.train.images, PackedImages) == kept == (root / "packed-7").exists()
+    monkeypatch.setattr(folders, "_CACHED_FROM", 1)
+    plain = folders.read_folder("mine", root, 7)  # not asked for
+    assert isinstance(plain.train.images, torch.Tensor)
+    assert isinstance(folders.read_folder("mine", root, None, cache=True).train.images, torch.Tensor)  # of any size
+
+
+def test_a_class_may_have_no_test_images_in_a_list_of_them(tmp_path: Path) -> None:
+    root = tmp_path / "tiny-imagenet-200"
+    write_tiny(root, True)
+    (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn02\n")
+    source = load("tiny-imagenet", tmp_path)
+    assert source.classes == ("n01", "n02") and source.test.labels.tolist() == [1]
+
+
+def test_class_folders_come_before_a_list_without_its_folder(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "tiny-imagenet-200", False)
+    (tmp_path / "tiny-imagenet-200/val/val_annotations.txt").write_text("x.JPEG\tn01\n")
+    assert load("tiny-imagenet", tmp_path).test.labels.tolist() == [0, 1]
+    write_set(tmp_path / "mine", ("ant", "images"))  # a class of that name
+    assert folder(tmp_path / "mine").classes == ("ant", "images")
+
+
+def test_what_is_hidden_and_stray_files_are_no_classes(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    for part in ("train", "test"):
+        (tmp_path / part / ".cache").mkdir()
+        (tmp_path / part / "readme.txt").touch()
+    assert folder(tmp_path).classes == ("ant", "bee")
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_class_in_one_part_alone_is_named(tmp_path: Path, part: str) -> None:
+    write_set(tmp_path)
+    for number in range(6):
+        (tmp_path / part / f"more {number}").mkdir()
+    names = ", ".join(f"more {number}" for number in range(5))
+    with pytest.raises(UserError, match=rf"must hold the same classes; only in {part}: {names} \.\.\.$"):
+        folder(tmp_path)
+    (tmp_path / part / "more 5").rmdir()
+    with pytest.raises(UserError, match=rf"must hold the same classes; only in {part}: {names}$"):
+        folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must name each class once"),
+        ("\n  \n", "must name each class once"),
+        ("ant\nbee\nant\n", "must name each class once"),
+        (".\n", "'.' is a path"),
+        ("..\n", "'..' is a path"),
+        ("a/b\n", "'a/b' is a path"),
+        ("a\\b\n", ".* is a path"),
+    ],
+)
+def test_a_list_of_classes_names_each_once(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "classes.txt").write_text(text)
+    with pytest.raises(UserError, match=f"classes.txt: {message}"):
+        chosen_classes(tmp_path / "classes.txt")
+
+
+def test_a_line_of_a_list_needs_two_words(tmp_path: Path) -> None:
+    root = tmp_path / "tiny-imagenet-200"
+    write_tiny(root, True)
+    (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn01\n\nn01\n")
+    with pytest.raises(UserError, match=r"val_annotations.txt, line 3: needs a file and a class of train, got 'n01'"):
+        load("tiny-imagenet", tmp_path)
+
+
 def test_each_mistake_in_a_folder_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere: no such folder$"):
         folder(tmp_path / "nowhere")
@@ -353,6 +430,42 @@ def test_unreadable_images_are_named(tmp_path: Path) -> None:
     save(tmp_path / "train/bee/0.tif", np.zeros((6, 6), np.float32))
     with pytest.raises(UserError, match=r"0.tif: .*floating-point images have no known range"):
         folder(tmp_path)
+
+
+def test_the_reason_is_said_why_an_image_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "1.png"
+
+    def reason() -> str:
+        with pytest.raises(Unreadable) as caught:
+            open_image(file, 3, None)
+        return str(caught.value).removeprefix(f"{file}: ")
+
+    assert reason() == "does not exist"
+    save(file, picture(0, 40, 40))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert reason().startswith("is not a readable image (image file is truncated")  # PIL's error has no number
+    file.write_bytes(b"text")
+    assert reason() == "is not a readable image (unknown format)"
+    file.unlink()
+    file.mkdir()
+    assert reason() == "is not a readable image (not a file)"
+    for error, said in (
+        (PermissionError(13, "Permission denied"), "Permission denied"),
+        (ValueError("one\ntwo"), "one"),
+        (ValueError(" "), "ValueError"),
+        (OSError("broken"), "broken"),
+        (OSError(), "OSError"),
+    ):
+        file.rmdir() if file.is_dir() else file.unlink()
+        save(file, picture(0))
+
+        def failing(*_: Any, error: Exception = error, **__: Any) -> Any:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PIL.Image, "open", failing)
+            assert reason() == f"is not a readable image ({said})"
 
 
 def test_values_beyond_16_bits_are_refused_not_clipped(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tbbn.bench.data.loading import load
-from tbbn.bench.data.sources import official
+from tbbn.bench.data.sources import formats, official
 from tbbn.errors import UserError
 
 
@@ -140,6 +140,9 @@ def test_a_pickle_that_builds_anything_else_is_refused_before_it_acts(tmp_path: 
         ({"data": random((2, 3072)), "fine_labels": [[0], [1]]}, "'fine_labels' a list of N integers"),
         ({"data": random((2, 3072)), "fine_labels": ["a", "b"]}, "'fine_labels' a list of N integers"),
         ({"data": random((2, 3072)), "fine_labels": 3}, "'fine_labels' a list of N integers"),
+        ({"fine_labels": [0, 1]}, "needs the entries 'data' and 'fine_labels', has: fine_labels"),
+        ({"data": random((2, 3072)), "fine_labels": np.array([True, False])}, "'fine_labels' a list of N integers"),
+        ({"data": random((2, 3072)), "fine_labels": [1, -1]}, "labels must be in 0..99, got -1 to 1"),
         ({"data": "pixels", "fine_labels": [0, 1]}, r"'data' must be \(N, 3072\) uint8"),
         ({"data": random((2, 3072)), "fine_labels": [0, 100]}, "labels must be in 0..99, got 0 to 100"),
         ({"data": random((2, 3072)) / 255, "fine_labels": [0, 1]}, "must be uint8, got float64"),
@@ -162,6 +165,9 @@ def test_a_broken_pickle_is_named(tmp_path: Path) -> None:
         load("cifar100", tmp_path, download=False)
     write_cifar100(tmp_path)
     write_pickle(tmp_path / "cifar-100-python/meta", {"fine_label_names": ["one"]})
+    with pytest.raises(UserError, match="meta: needs a list 'fine_label_names' of 100 names"):
+        load("cifar100", tmp_path, download=False)
+    write_pickle(tmp_path / "cifar-100-python/meta", {"fine_label_names": "x" * 100})
     with pytest.raises(UserError, match="meta: needs a list 'fine_label_names' of 100 names"):
         load("cifar100", tmp_path, download=False)
 
@@ -381,3 +387,12 @@ def test_a_single_image_is_read_from_every_format(tmp_path: Path) -> None:
         for part in (source.train, source.test):
             assert np.array_equal(part.images.numpy(), images) and part.labels.tolist() == [6]
             assert part.labels.dtype == torch.int64 and part.images.is_contiguous()
+
+
+def test_labels_are_whole_numbers_in_one_row() -> None:
+    for wrong in (torch.tensor([1j]), torch.tensor([True]), torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor(1)):
+        with pytest.raises((ValueError, TypeError)):
+            formats._whole(wrong)
+    for right in ([1, 2], torch.tensor([1, 2], dtype=torch.int16), np.array([1, 2])):
+        assert formats._whole(right).tolist() == [1, 2] and formats._whole(right).dtype == torch.int64
+    assert formats._whole([]).tolist() == []

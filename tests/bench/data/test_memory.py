@@ -109,6 +109,15 @@ def test_memory_keeps_all_rows_of_a_class_smaller_than_its_quota():
     assert sorted(memory.index.tolist()) == [*range(40), *range(100, 140)]
 
 
+def test_a_task_without_rows_changes_nothing():
+    memory = learn(ExemplarMemory(30), 2)
+    before = memory.index.tolist()
+    none = torch.empty(0, dtype=torch.int64)
+    memory.update(none, none, n_seen=30, scores=FEATURES[:0], generator=gen())
+    assert memory.index.tolist() == before
+    assert ExemplarMemory(0).quota(5) == 0
+
+
 def test_memory_without_budget_stays_empty_and_needs_no_scores():
     memory = ExemplarMemory(0)
     assert memory.scores is None

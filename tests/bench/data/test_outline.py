@@ -12,6 +12,7 @@ from PIL import Image
 
 from tbbn.bench.data import loading
 from tbbn.bench.data.outline import outline
+from tbbn.bench.data.packed.pack import pack
 from tbbn.bench.data.sources import images, official
 from tbbn.bench.data.sources.facts import FACTS
 from tbbn.bench.data.sources.official import OFFICIAL
@@ -158,6 +159,39 @@ def test_a_split_divides_the_outline_as_it_divides_the_data(tmp_path: Path) -> N
     folder = folder_of_images(tmp_path / "mine") / "train"
     real, found = (of(f"folder:{folder}", split=0.5) for of in (loading.load, lambda *a, **k: outline(*a, **k).source))
     assert torch.equal(real.test.labels, found.test.labels) and torch.equal(real.train.labels, found.train.labels)
+
+
+def test_a_folder_without_a_name_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder:", "folder:nowhere"):
+        with pytest.raises(UserError, match=rf"^{name}: \S+ needs the folders train/<class>/"):
+            outline(name)
+
+
+def test_what_would_be_read_is_outlined_packed_or_official(tmp_path: Path) -> None:
+    folder_of_images(tmp_path / "set", classes=2, side=7)
+    pack(tmp_path / "set", tmp_path / "tiny-imagenet-packed", workers=1)
+    folder_of_images(tmp_path / "tiny-imagenet", classes=3)
+    found = outline("tiny-imagenet", tmp_path).source
+    assert len(found.classes) == 2 and found.train.images.shape == (5, 3, 7, 7)
+    folder_of_images(tmp_path / "mnist", classes=3)
+    assert len(outline("mnist", tmp_path).source.train.labels) == 9
+    for path in OFFICIAL["mnist"].paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    assert len(outline("mnist", tmp_path).source.train.labels) == 60_000  # the files come first
+
+
+def test_the_first_readable_image_gives_the_shape(tmp_path: Path) -> None:
+    folder = folder_of_images(tmp_path / "mine")
+    first, second = sorted((folder / "train/class 0").iterdir())
+    first.write_bytes(b"no image")
+    Image.new("RGB", (6, 4)).save(second)
+    assert outline(f"folder:{folder}").source.train.images.shape[1:] == (3, 4, 6)
+    for file in (folder / "train").rglob("*.png"):
+        file.write_bytes(b"no image")
+    with pytest.raises(UserError, match=rf"^{first}: is not a readable image \(unknown format\)"):
+        outline(f"folder:{folder}")
 
 
 def test_a_sequence_joins_its_members(tmp_path: Path) -> None:

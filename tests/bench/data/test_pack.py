@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +401,73 @@ def test_an_index_of_another_kind_is_refused(tmp_path: Path, change: dict[str, A
         load(f"packed:{out}")
 
 
+@pytest.mark.parametrize("content", ["[1]", '"text"', "3"])
+def test_an_index_that_is_no_dictionary_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(UserError, match=r"index.json: not the index of a packed set; choose another folder"):
+        open_packed(tmp_path)
+
+
+def test_a_missing_shard_is_a_problem_that_a_check_tells(tmp_path: Path) -> None:
+    pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1, shard_bytes=5 * 192)
+    (tmp_path / "out/train-00001.u8").unlink()
+    heard: list[tuple[int, int]] = []
+    found = check_packed(tmp_path / "out", lambda *n: heard.append(n))
+    assert found.problems == (("train-00001.u8", "cannot be read (No such file or directory)"),)
+    assert (found.shards, found.n_bytes) == (4, 15 * 192)
+    assert heard[-1] == (15 * 192, 15 * 192) and [n for n, _ in heard] == sorted(n for n, _ in heard)
+    assert {done for done, _ in heard} >= {5 * 192, 10 * 192, 12 * 192, 15 * 192}
+
+
+def test_a_shard_is_done_if_it_is_whole_and_of_these_images(tmp_path: Path) -> None:
+    save(tmp_path / "1.png", 0)
+    images = (tmp_path / "1.png",)
+    job = shards.ShardJob(tmp_path / "train-00000.u8", tmp_path, images, (4,), (3, 8, 8), False, "digest")
+    assert not job.is_done()
+    heard: list[int] = []
+    shards.write_shard(job, heard.append, lambda: False)
+    assert job.is_done() and heard == [1] and job.read_receipt().labels == [[4, 1]]
+    assert not replace(job, digest="other").is_done() and not replace(job, shape=(3, 8, 7)).is_done()
+    receipt, content = job.receipt.read_bytes(), job.file.read_bytes()
+    job.file.write_bytes(content[:-1])
+    assert not job.is_done()
+    job.file.write_bytes(content)
+    for damaged in (b"{", b"[]", b"{}", b"3"):
+        job.receipt.write_bytes(damaged)
+        assert not job.is_done()
+    job.receipt.write_bytes(receipt)
+    assert job.is_done()
+    job.file.unlink()
+    assert not job.is_done()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"images_per_shard": 0}, {"shape": [3, 0, 8]}, {"shape": [3, 8]}, {"shape": None}, {"made_from": "others"}, {}],
+    ids=str,
+)
+def test_how_images_are_stored_is_decided_again_where_the_note_of_it_is_of_no_use(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    interrupt(source, out, 7)
+    saved = json.loads((out / "storage.json").read_text())
+    assert saved["shape"] == [3, 8, 8] and saved["images_per_shard"] == 3 and saved["square"] is False
+    (out / "storage.json").write_text(json.dumps({**saved, **change}) if change else "{")
+    assert pack(source, out, workers=1, shard_bytes=3 * 192).decoded == 9
+    assert json.loads((out / "storage.json").read_text()) == saved
+    equal(out, source)
+
+
+def test_a_packed_set_may_be_asked_for_in_its_own_size(tmp_path: Path) -> None:
+    pack(write_set(tmp_path / "set", sides=(6, 8)), tmp_path / "oblong", workers=1)
+    pack(write_set(tmp_path / "square"), tmp_path / "out", workers=1)
+    assert load(f"packed:{tmp_path}/out", size=8).train.images.shape == (12, 3, 8, 8)
+    for size in (6, 8):
+        with pytest.raises(UserError, match=rf"packed at 6x8, but data.size is {size}; pack it with --size {size}"):
+            load(f"packed:{tmp_path}/oblong", size=size)
+
+
 def test_an_index_without_its_entries_is_refused(tmp_path: Path) -> None:
     index: dict[str, Any] = {"kind": packed.KIND, "schema": 1, "shape": [3, 8, 8]}
     (tmp_path / "index.json").write_text(json.dumps({**index, "sha256": packed.index_digest(index)}))
@@ -631,11 +699,19 @@ def test_images_have_a_common_shape_if_all_have_one_size_that_fits(
     assert some.common_shape(files, 8, 3) == (3, 6, 8)
     with workers.Workers(2, threads=True) as threads:
         assert threads.common_shape(files, 8, 3) == (3, 6, 8)
-        assert (threads.pool is not None) and workers.Workers(1).pool is None
+        assert threads.pool is not None
     with workers.Workers(2, threads=True) as threads:
         assert threads.common_shape(files[:2], 8, 3) == (3, 6, 8) and threads.pool is None  # one piece: no pool for it
     save(files[4], 0, 8, 6)
-    assert some.common_shape(files, 8, 3) is None
+    assert some.common_shape(files, 8, 3) is None and some.pool is None
+
+
+def test_two_sizes_are_enough_to_know(tmp_path: Path) -> None:
+    files = [tmp_path / f"{i}.png" for i in range(4)]
+    for i, file in enumerate(files):
+        save(file, i, 6, 6 + i)
+    files.insert(1, tmp_path / "missing.png")
+    assert workers.image_sizes(files) == {(6, 6), (7, 6)} and workers.image_sizes(files[:2]) == {(6, 6)}
 
 
 def test_an_error_of_a_reading_thread_reaches_the_one_who_asks(tmp_path: Path) -> None:

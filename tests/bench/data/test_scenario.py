@@ -166,6 +166,17 @@ def test_several_data_sets_may_have_unequal_tasks(order):
         assert len({GROUPS[scenario.class_order[c]] for c in task.classes}) == 1
 
 
+def test_the_order_of_icarl_overrides_the_grouping():
+    source = make_source(groups=[0] * 40 + [1] * 60)
+    scenario = make_scenario(source, n_tasks=10, class_order="icarl", base_classes=10)
+    assert scenario.class_order[:10] == ICARL_START
+
+
+def test_a_single_data_set_may_have_a_number():
+    source = make_source(n_classes=10, groups=[3] * 10)
+    assert make_scenario(source, n_tasks=3, base_classes=4).task_sizes == (4, 3, 3)
+
+
 def test_an_explicit_order_overrides_the_grouping():
     order = [i * 7 % 50 for i in range(50)]
     scenario = make_scenario(make_source(n_classes=50, groups=GROUPS), n_tasks=10, class_order=order)

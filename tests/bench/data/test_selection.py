@@ -79,3 +79,16 @@ def test_selection_of_nothing_is_nothing():
 def test_unknown_selection_names_the_known_ones():
     with pytest.raises(UserError, match=r"unknown selection 'herd'; .*Did you mean 'herding'"):
         select("herd", None, torch.zeros(1, dtype=torch.int64), 1)
+
+
+def test_a_reservoir_is_no_selection():
+    with pytest.raises(
+        UserError, match=r"unknown selection 'reservoir'; choose one of: distance, entropy, herding, random"
+    ):
+        select("reservoir", None, torch.zeros(1, dtype=torch.int64), 1)
+
+
+@pytest.mark.parametrize("strategy", ["herding", "random", "entropy", "distance"])
+def test_no_row_is_selected_where_none_is_wanted(strategy):
+    found = select(strategy, torch.randn(4, 3), torch.tensor([0, 1, 2, 1]), 0, gen())
+    assert found.tolist() == [] and found.dtype == torch.int64

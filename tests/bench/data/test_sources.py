@@ -146,6 +146,19 @@ def test_size_resizes_as_pil_does(name: str, size: int) -> None:
 def test_a_folder_may_have_a_plus_in_its_name(tmp_path: Path) -> None:
     write_images(tmp_path / "a+b")
     assert load(f"folder:{tmp_path}/a+b").classes == ("a", "b")
+    write_images(tmp_path / "x", side=32)
+    assert load(f"folder:{tmp_path}/x+synthetic:2x1x1x4").groups == (0, 0, 1, 1)
+
+
+def test_an_archive_that_is_there_is_not_downloaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cifar-100-python.tar.gz").touch()
+    unpacked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(official.archives, "unpack", lambda *given: unpacked.append(given))
+    monkeypatch.setattr(official, "torchvision", lambda: pytest.fail("downloaded"))
+    with pytest.raises(UserError, match=r"cifar100: no data under .* \(downloads are off\)"):
+        load("cifar100", tmp_path)
+    paths = ("cifar-100-python/train", "cifar-100-python/test")
+    assert unpacked == [(tmp_path / "cifar-100-python.tar.gz", tmp_path, "cifar-100-python", paths)]
 
 
 def test_found_looks_for_paths(tmp_path: Path) -> None:

@@ -51,5 +51,5 @@ def pack(
 def _test_names(source: Path) -> tuple[str, str]:
     """Which of test/ and val/ to try first. The published test/ of ImageNet and Tiny-ImageNet has no labels."""
     test = source / "test"
-    labelled = test.is_dir() and any((test / entry.name).is_dir() for entry in (source / "train").glob("*"))
+    labelled = any((test / entry.name).is_dir() for entry in (source / "train").glob("*"))
     return ("test", "val") if labelled else ("val", "test")

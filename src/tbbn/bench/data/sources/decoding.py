@@ -70,7 +70,7 @@ def _plain(image: Image, mode: str) -> Image:
 
     if image.mode.startswith("I"):  # 16 bits, also where PIL holds them in 32
         values = numpy.asarray(image).astype(numpy.float64) / 257
-        if values.size and not 0 <= values.min() <= values.max() <= 255:
+        if not 0 <= values.min() <= values.max() <= 255:
             raise ValueError("values beyond 16 bits have no known range")
         image = PIL.Image.fromarray(numpy.clip(values.round(), 0, 255).astype(numpy.uint8))
     elif image.mode == "F":

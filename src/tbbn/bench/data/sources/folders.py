@@ -99,7 +99,7 @@ def _imagenet100_classes(path: Path) -> list[str]:
 def list_named(name: str, root: Path, split: float = 0.0) -> FolderListing | None:
     """The files of a data set that is a folder of images: `folder:PATH`, or a folder of its name under the root."""
     base, _, argument = name.partition(":")
-    if base == "folder" and argument:
+    if base == "folder":
         return list_folder(name, Path(argument).expanduser(), split=split)
     if base == "tiny-imagenet":
         path = tiny_imagenet_folder(root)

@@ -7,7 +7,7 @@ import pickle
 import pickletools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from tbbn.errors import UserError
 
@@ -28,7 +28,7 @@ def _check_opcodes(content: bytes) -> None:
     for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         if opcode.name in _FORBIDDEN:
             raise UserError(f"it has the opcode {opcode.name}; only numpy arrays and plain values are allowed")
-        if "PUT" in opcode.name and int(argument or 0) > number:
+        if "PUT" in opcode.name and cast(int, argument) > number:
             raise UserError(f"it has a memo entry {argument} after {number} opcodes")
 
 
