@@ -12,6 +12,7 @@ from literal import splits_by_trial
 
 from tbbn.errors import UserError
 from tbbn.nn.plan import Layout, PlanOptions, make_layout, one_group, splits
+from tbbn.nn.sync import RankLayout, RankPlan
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64
 counts = st.integers(0, 70)
@@ -198,6 +199,78 @@ def test_the_tasks_of_rows_have_the_type_that_is_asked_for(dtype):
     assert found.tolist() == [[0, 0, 1], [0, 0, 1], [0.5, 0.5, 0]]  # a memory row is of both past tasks
     known = Layout(1, 2, 2, task_ids=torch.tensor([2, 0, 1])).membership(CPU, dtype)
     assert known.dtype == dtype and known.tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "own"}, *({"case": i} for i in (1, 2, 3, 4))], ids=str)
+@pytest.mark.parametrize(
+    "mask", [None, [False, True, False, False, True, False, True, False, False]], ids=["counts", "mask"]
+)
+def test_the_matrices_of_every_plan_entry_by_entry(options, mask):
+    """Six current rows in two splits, three memory rows in both."""
+    layout = Layout(6, 3, 1) if mask is None else make_layout(None, None, torch.tensor(mask), 1, None, "uneven")
+    plan, is_memory = plan_of(layout, rule="uneven", **options), mask or [False] * 6 + [True] * 3
+    b, r, case = 9, 2, options.get("case", 0)
+    place = [sum(is_memory[i] == is_memory[row] for i in range(row)) % r for row in range(b)]  # in its kind
+    gather = [[1 / 6 if is_memory[row] or place[row] == j else 0.0 for row in range(b)] for j in range(r)]
+    scatter = [[0.0] * r for _ in range(b)]
+    for row in range(b):
+        for j in range(r):
+            if is_memory[row] and "memory" not in options:
+                scatter[row][j] = 1 / r
+            else:
+                scatter[row][j] = float(place[row] == j)
+    running, sizes, blend = [0.5, 0.5], [6.0, 6.0], None
+    whole, everyone = [1 / b] * b, [[1.0]] * b
+    if case == 1:
+        gather, sizes, running = [*gather, whole], [6.0, 6.0, 9.0], [0.5, 0.5, 0.0]
+        scatter = [[0.0, 0.0, 1.0]] * b
+    if case == 2:
+        gather, sizes, running = [*gather, whole], [6.0, 6.0, 9.0], [0.0, 0.0, 1.0]
+        scatter = [[*row, 0.0] for row in scatter]
+    if case == 3:
+        scatter, blend = everyone, [[0.5, 0.5]]
+    if case == 4:
+        gather, scatter, running, sizes = [whole], everyone, [1.0], [6.0]
+    assert torch.equal(plan.gather, torch.tensor(gather, dtype=DOUBLE))
+    assert torch.equal(plan.scatter, torch.tensor(scatter, dtype=DOUBLE))
+    assert (plan.running.tolist(), plan.sizes.tolist()) == (running, sizes)
+    assert (plan.blend if plan.blend is None else plan.blend.tolist()) == blend
+    assert (plan.rows, plan.anchor.tolist(), plan.total_variance) == (9, [is_memory.index(True)], False)
+    assert plan_of(layout, rule="uneven", **options, total_variance=True).total_variance
+
+
+def test_the_matrices_of_a_weighted_plan():
+    plan = plan_of(Layout(4, 2, 3), kind="weighted")
+    assert torch.equal(plan.gather, torch.tensor([[1 / 16] * 4 + [3 / 8] * 2], dtype=DOUBLE))
+    assert plan.scatter.tolist() == [[1.0]] * 6 and plan.running.tolist() == [1.0] and plan.sizes.tolist() == [6.0]
+    assert (plan.rows, plan.anchor.tolist(), plan.blend, plan.total_variance) == (6, [4], None, False)
+
+
+@pytest.mark.parametrize("kind", ["tbbn", "weighted"])
+@pytest.mark.parametrize("counts", [(0, 2, 3), (4, 0, 3), (4, 2, 0), (0, 0, 0), (0, 0, 3), (4, 0, 0)], ids=str)
+def test_without_current_rows_memory_or_a_past_there_is_nothing_to_balance(counts, kind):
+    assert plan_of(Layout(*counts), kind=kind) is None
+    assert [splits(*counts, rule) for rule in ("paper", "current", "uneven")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["current", "memory", "past_tasks"])
+def test_the_largest_number_is_one_below_the_limit(name):
+    good = {"current": 48, "memory": 16, "past_tasks": 2, "rule": "uneven"}
+    assert splits(**good | {name: 2**31 - 1}) >= 1
+    with pytest.raises(UserError, match=f"splits: {name} must be below 2147483648, got 2147483648"):
+        splits(**good | {name: 2**31})
+
+
+def test_the_plans_of_a_layout_are_its_own():
+    assert "_cache" not in repr(Layout(2, 1, 1))
+    with pytest.raises(TypeError):
+        Layout(2, 1, 1, _cache={})
+    first, second = (RankLayout(2, 1, 1, counts={None: ((2, 1), (n, 1))}) for n in (2, 3))
+    assert first.key() == first.key() != second.key() and Layout(2, 1, 1).key() not in (first.key(), second.key())
+    plan = one_group(3)
+    assert not plan.total_variance
+    tensors = (plan.gather, plan.scatter, plan.running, plan.sizes, plan.anchor)
+    assert RankPlan(3, *tensors).ranks == 1
 
 
 def test_a_plan_is_moved_once_and_leaves_numbers_of_rows_as_they_are():

@@ -50,7 +50,7 @@ def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> i
     current, memory, past_tasks = _counts("splits", current, memory, past_tasks)
     if rule not in RULES:
         raise unknown_name("split rule", str(rule), RULES)
-    if not (current and memory and past_tasks):
+    if not memory:
         return 1
     wanted = current * past_tasks  # r as the fraction wanted / memory
     uneven = max(1, min((2 * wanted + memory) // (2 * memory), current))
@@ -77,9 +77,10 @@ def whole_number(what: str, value: Any) -> int:
             value = operator.index(value)
         except TypeError:
             raise TypeError(f"{what} must be a whole number, got {given!r}.") from None
-    if not 0 <= value < _MOST:
-        allowed = "not be negative" if value < 0 else f"be below {_MOST}"
-        raise UserError(f"{what} must {allowed}, got {value}.")
+    if value < 0:
+        raise UserError(f"{what} must not be negative, got {value}.")
+    if value >= _MOST:
+        raise UserError(f"{what} must be below {_MOST}, got {value}.")
     return value
 
 
