@@ -233,6 +233,34 @@ def test_several_layouts_of_the_same_images_with_a_backward_each(use_reentrant):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
+def test_forwards_that_nobody_repeats_are_not_remembered(use_reentrant):
+    found = []
+    for recompute in (False, True):
+        model, x = network(), images().requires_grad_()
+        with tbbn.balance(model, **EIGHT):
+            first = checkpointed(model, x, use_reentrant) if recompute else model(x)
+        with tbbn.balance(model, **SIX):  # the same input, and not to be repeated
+            second = model(x)
+        (first.pow(2).sum() + second.pow(2).sum()).backward()
+        found.append(x.grad)
+        assert len(model[1]._forwards.last) == int(recompute)
+    torch.testing.assert_close(*found)
+
+
+def test_a_second_backward_repeats_the_same_forward():
+    found = []
+    for recompute in (False, True):
+        model, x = network(), images().requires_grad_()
+        with tbbn.balance(model, **EIGHT):
+            y = checkpointed(model, x, False) if recompute else model(x)
+        loss = y.pow(2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
 def test_several_rows_a_sample_are_repeated_as_they_were(use_reentrant):
     found = []
     for recompute in (False, True):

@@ -287,6 +287,15 @@ def test_statistics_of_the_output_need_running_statistics_to_move():
     close(run(layer, x), reshape_repeat(x, None, None, layer.weight, layer.bias, 48, 8))
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_running_variance_of_a_few_values_is_unbiased_and_never_infinite(n):
+    layer, x = make("sn"), data((n, 4))
+    layer(x)
+    var = x.var(0, unbiased=False) * n / max(1, n - 1)  # of one value it is 0
+    close(layer.running_var, 0.9 + 0.1 * var)
+    close(layer.running_mean, 0.1 * x.mean(0))
+
+
 def test_a_snapshot_of_batch_renorm_is_of_before_the_step():
     layer, x = make("brn"), data((12, 4, 3, 2))
     before = [t.clone() for t in (layer.running_mean, layer.running_var, layer.num_batches_tracked)]

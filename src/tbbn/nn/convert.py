@@ -193,8 +193,6 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     accepted = _accepted(cls)
     channels = old.num_channels if isinstance(old, nn.GroupNorm) else old.num_features
     new = cls(channels, **{k: v for k, v in shared.items() if k in accepted} | options)
-    if old.weight is not None and old.bias is None:  # batch norm with a weight but no bias, from torch 2.13 on
-        new.bias = None
     if not issubclass(cls, _PLAIN):
         new.__dict__["norm_dims"] = _dims(old)
     return carry(old, new, target, everything=own is not None or is_made(old) or _other_norm(old) is None)
