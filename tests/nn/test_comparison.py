@@ -212,7 +212,7 @@ STEPS = {
 
 
 @shapes
-@pytest.mark.parametrize("settings", ["affine", "no bias", "no weight", "cumulative", "untracked", "frozen"])
+@pytest.mark.parametrize("settings", ["affine", "no bias", "no weight", "cumulative", "untracked", "frozen", "lost"])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_normaliser_is_the_forward(name, settings, shape):
     norm = name.split(",")[0]
@@ -227,9 +227,9 @@ def test_a_normaliser_is_the_forward(name, settings, shape):
         layer.momentum = None
     if settings == "frozen":
         layer.track_running_stats = False
-    if settings == "untracked":
+    if settings in ("untracked", "lost"):
         layer.running_mean = layer.running_var = layer.num_batches_tracked = None
-        layer.track_running_stats = False
+        layer.track_running_stats = settings == "lost"  # as where somebody has taken the buffers away
     if getattr(layer, "running_mean", None) is not None:
         layer.running_mean += 0.5
         layer.running_var *= 1.5

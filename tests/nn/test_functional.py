@@ -408,6 +408,15 @@ def test_saved_for_backward_is_the_input_and_a_little():
         saved.clear()
 
 
+def test_running_statistics_move_together_or_not_at_all():
+    plan = Layout(6, 2, 3).plan(PlanOptions(), CPU, DOUBLE)
+    x, mean, var = torch.randn(8, 3, 4, dtype=DOUBLE), torch.zeros(3, dtype=DOUBLE), torch.ones(3, dtype=DOUBLE)
+    wanted = task_balanced_batch_norm(x, None, None, None, None, plan)
+    for running in ((mean, None), (None, var)):
+        assert torch.equal(task_balanced_batch_norm(x, *running, None, None, plan), wanted)
+    assert torch.equal(mean, torch.zeros_like(mean)) and torch.equal(var, torch.ones_like(var))
+
+
 @pytest.mark.parametrize("eps", [0.0, -1e-5])
 def test_an_eps_that_is_not_positive_is_refused(eps):
     for plan in (None, Layout(6, 2, 3).plan(PlanOptions(), CPU, DOUBLE)):

@@ -11,7 +11,7 @@ them too: compiled code may read its inputs again in the backward, when the norm
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tenso
 @torch.no_grad()
 def track(layer: Any, mean: Tensor, var: Tensor, n: int) -> None:
     """Move the running statistics of a batch norm, if it has any, to the mean and biased variance of ``n`` values a channel."""
-    if layer.running_mean is None or layer.running_var is None or not layer.track_running_stats:
+    if layer.running_mean is None or not layer.track_running_stats:
         return
     layer.num_batches_tracked.add_(1)
     momentum = layer.momentum if layer.momentum is not None else 1 / float(layer.num_batches_tracked)
@@ -169,8 +169,8 @@ class ContinualNorm(AnyDims, AnyBatchNorm):
         seen_mean, seen_var = batch_moments((mean - group_mean) * inverse, var * inverse.square())
         if self.training:
             track(self, seen_mean, seen_var, x.numel() // x.shape[1])
-        elif self.running_mean is not None and self.running_var is not None:
-            seen_mean, seen_var = self.running_mean, self.running_var
+        elif self.running_mean is not None:
+            seen_mean, seen_var = self.running_mean, cast(Tensor, self.running_var)
         return Normaliser.of(group_mean + seen_mean / inverse, inverse * (seen_var + self.eps).rsqrt(), self)
 
     def extra_repr(self) -> str:
@@ -223,13 +223,13 @@ class SwitchableNorm(AnyDims, AnyBatchNorm):
         # Law of total variance: the mean of the parts' variances plus the variance of their means.
         var_ln, mean_ln = torch.var_mean(mean_in, 1, unbiased=False, keepdim=True)
         var_ln = var_ln + var_in.mean(1, keepdim=True)
-        if self.training or self.running_mean is None or self.running_var is None:
+        if self.training or self.running_mean is None:
             var_bn, mean_bn = torch.var_mean(mean_in, 0, unbiased=False)
             var_bn = var_bn + var_in.mean(0)
             if self.training:
                 track(self, mean_bn, var_bn, mean_in.shape[0] * pixels)
         else:
-            mean_bn, var_bn = self.running_mean.to(mean_in.dtype), self.running_var.to(mean_in.dtype)
+            mean_bn, var_bn = (t.to(mean_in.dtype) for t in (self.running_mean, cast(Tensor, self.running_var)))
         wm, wv = self.mean_weight.softmax(0), self.var_weight.softmax(0)
         mean = wm[0] * mean_in + wm[1] * mean_ln + wm[2] * mean_bn
         return mean, (wv[0] * var_in + wv[1] * var_ln + wv[2] * var_bn + self.eps).rsqrt()

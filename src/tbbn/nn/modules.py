@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -206,7 +206,7 @@ class PlannedNorm(BalancedNorm):
         """Running statistics of the layer's output: what the released ablation code did for case 2."""
         _, mean, var, weight, bias, _, momentum, eps, batches = arguments(self, x, plan)
         y = task_balanced_batch_norm(x, None, None, weight, bias, plan, momentum, eps, batches)
-        if mean is not None and var is not None:
+        if mean is not None:
             with torch.no_grad():
                 new_var, new_mean = torch.var_mean(y.detach().to(statistics_dtype(y)).transpose(0, 1).flatten(1), 1)
                 update_average(mean, new_mean, momentum)
@@ -236,8 +236,8 @@ def arguments(norm: AnyBatchNorm, x: Tensor, plan: Plan | None) -> tuple[Any, ..
     if norm.track_running_stats:
         buffers = norm._buffers  # attributes would go through Module.__getattr__, which is slow
         mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
-        if recomputing() and mean is not None and var is not None:  # do not count the batch twice
-            mean, var, batches = mean.clone(), var.clone(), None
+        if recomputing() and mean is not None:  # do not count the batch twice
+            mean, var, batches = mean.clone(), cast(Tensor, var).clone(), None
         elif momentum is None and batches is not None:  # cumulative average, as a tensor: nothing waits for the device
             batches.add_(1)
             momentum = batches.to(torch.float64 if batches.is_cpu else torch.float32).reciprocal()

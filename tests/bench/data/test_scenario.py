@@ -242,3 +242,21 @@ def test_bad_sources_are_refused():
     source.test.labels.clamp_(max=1)
     with pytest.raises(UserError, match="task 1 of toy has no test images"):
         make_scenario(source, n_tasks=2, class_order="natural")
+
+
+def test_a_source_without_any_images_is_refused():
+    source = make_source(n_classes=4)
+    source.test.labels = source.test.labels[:0]
+    with pytest.raises(UserError, match="task 0 of toy has no test images"):
+        make_scenario(source, n_tasks=2)
+    source.train.labels = source.train.labels[:0]
+    with pytest.raises(UserError, match=r"class 'c\d' of toy has no training images"):
+        make_scenario(source, n_tasks=2)
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+def test_the_seeds_of_a_class_order_are_those_of_numpy(seed):
+    order = make_scenario(make_source(), n_tasks=10, class_order_seed=seed).class_order
+    assert list(order) == np.random.RandomState(seed).permutation(100).tolist()
+    with pytest.raises(UserError, match=r"class_order_seed must be in \[0, 2\*\*32\), got 4294967296"):
+        make_scenario(make_source(), n_tasks=10, class_order_seed=2**32)
