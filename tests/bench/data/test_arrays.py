@@ -61,8 +61,8 @@ def test_every_form_gives_the_same_bytes(part: Any) -> None:
         assert np.array_equal(part.images.numpy(), IMAGES)
         assert part.labels.tolist() == LABELS.tolist() and part.labels.dtype == torch.long
     assert contents.classes == ("0", "1", "2", "3")
-    assert mean == pytest.approx((IMAGES / 255).mean((0, 2, 3)), abs=1e-4)
-    assert std == pytest.approx((IMAGES / 255).std((0, 2, 3)), abs=1e-4)
+    assert mean == tuple(round(value, 4) for value in (IMAGES / 255).mean((0, 2, 3)).tolist())
+    assert std == tuple(round(value, 4) for value in (IMAGES / 255).std((0, 2, 3)).tolist())
 
 
 def test_grey_images_and_constant_ones() -> None:
@@ -89,6 +89,33 @@ def test_channels_come_second_unless_only_the_last_axis_can_hold_them(
     found = images_of(((images, LABELS), (images, LABELS))).numpy()
     assert found.shape[1:] == stored
     assert np.array_equal(found, images if shape[1:] == stored else images.transpose(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_floats_of_any_precision_are_rounded_once(dtype: torch.dtype) -> None:
+    values = (torch.arange(256).float() / 255).to(dtype).view(4, 1, 8, 8)
+    wanted = (values.double() * 255).round()
+    assert torch.equal(images_of(((values, range(4)), (values, range(4)))).double(), wanted)
+
+
+def test_another_content_shape_or_class_has_another_name() -> None:
+    images, labels = np.arange(64, dtype=np.uint8).reshape(8, 2, 4) * 3, [0, 0, 0, 0, 0, 1, 1, 1]
+    pair, changed = (images, labels), images.copy()
+    changed[7, 1, 3] += 1
+    given: list[Any] = [
+        (pair, pair),
+        ((changed, labels), pair),
+        (pair, (changed, labels)),
+        ((images, labels[::-1]), pair),
+        (pair, (images, labels[::-1])),
+        ((images.reshape(8, 4, 2), labels), pair),
+        (pair, (images.reshape(8, 4, 2), labels)),
+        ((images, ["0" if label else "1" for label in labels]), (images, ["0"] * 8)),
+    ]
+    sources = [remember(data) for data in given]
+    assert len({source.name for source in sources}) == len(given)
+    assert all(len(source.name) == len("arrays:") + 16 for source in sources)
+    assert sources[0].mean == read_arrays("mine", given[0])[1][0]
 
 
 def test_images_of_the_wanted_size_are_not_copied() -> None:
@@ -150,6 +177,12 @@ def test_labels_become_ids_in_sorted_order() -> None:
         ({1: 2, 3: 4}, r"must be \(images, labels\)"),
         (Rows([(IMAGES[0], 0, 1)]), r"pairs \(image, label\)"),
         (Rows([[IMAGES[0]]]), r"pairs \(image, label\)"),
+        ((IMAGES / 128, LABELS), r"got torch.float64 from 0 to 1\.99"),
+        ((IMAGES / 255 * 1.001, LABELS), r"got torch.float64 from 0 to 1\.001"),
+        (((IMAGES > 9).astype(np.int64), LABELS), "got torch.int64 from 0 to 1"),
+        (IMAGES, r"must be \(images, labels\), .* got ndarray \(20, 3, 6, 5\)$"),
+        (3 * ["x" * 40], r"got \['x{40}', 'x{14}$"),
+        ({"a": "one\n  two"}, r"got \{'a': 'one\\n two'\}$"),
         ((IMAGES > 9, LABELS), "got torch.bool from 0 to 1"),
         ((IMAGES, [True] * 20), "labels must be integers or text, got True"),
         ((IMAGES, LABELS / 2), "labels must be integers or text, got 0.0"),

@@ -245,6 +245,16 @@ def test_a_mat_file_with_a_variable_twice_is_refused() -> None:
             formats._check_mat(Path("a.mat"), listed)
 
 
+def test_of_a_mat_file_only_the_two_variables_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scipy_io = pytest.importorskip("scipy.io")
+    arrays = {"X": np.zeros((32, 32, 3, 1), np.uint8), "y": np.ones((1, 1), np.uint8), "more": np.zeros(9)}
+    scipy_io.savemat(tmp_path / "a.mat", arrays)
+    real, read = scipy_io.loadmat, []
+    monkeypatch.setattr(scipy_io, "loadmat", lambda *given, **named: read.append(real(*given, **named)) or read[-1])
+    formats.read_svhn(tmp_path / "a.mat")
+    assert {name for name in read[0] if not name.startswith("__")} == {"X", "y"}
+
+
 def test_a_mat_file_that_unpacks_to_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scipy_io = pytest.importorskip("scipy.io")
     file = tmp_path / "train.mat"

@@ -64,6 +64,7 @@ def test_synthetic_images_are_the_same_each_time_and_of_the_asked_kind() -> None
     assert small.train.images.shape == (200, 3, 8, 8)
     assert small.test.labels.bincount().tolist() == [5] * 10
     assert len(small.classes) == 10
+    assert load("synthetic:01x1x1x04").train.images.shape == (1, 3, 4, 4)
 
 
 def slow_synthetic(n_classes: int, n_each: tuple[int, int], side: int) -> list[np.ndarray]:
@@ -113,7 +114,13 @@ def test_synthetic_classes_can_be_learnt_but_not_by_looking_at_one_image() -> No
     assert by_one < 0.6
 
 
-@pytest.mark.parametrize("spec", ["10x20x5", "0x20x5x8", "10x20x5x3", "tenx20x5x8", ""])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("", "10x20x5", "10x20x5x8x2", "10x20x5x8 ", "10X20X5X8", "tenx20x5x8", "\u0661x20x5x8", "-1x20x5x8"),
+        *("0x20x5x8", "10x0x5x8", "10x20x0x8", "10x20x5x0", "10x20x5x3", "1234567890x1x1x4"),
+    ],
+)
 def test_a_wrong_synthetic_spec_is_one_line(spec: str) -> None:
     with pytest.raises(UserError, match=r"needs CLASSESxTRAINxTESTxSIZE .* such as synthetic:10x20x5x8, got"):
         load(f"synthetic:{spec}")

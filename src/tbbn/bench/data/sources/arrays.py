@@ -67,7 +67,7 @@ def read_arrays(name: str, data: Any) -> tuple[Contents, Stats]:
     images, labels = _pair(f"{name}, train", train)
     classes = sorted(set(labels), key=lambda label: (isinstance(label, str), label))
     ids = {label: i for i, label in enumerate(classes)}
-    train_ids = torch.tensor([ids[label] for label in labels], dtype=torch.long)
+    train_ids = torch.tensor([ids[label] for label in labels])
     if test is None:
         held_out = is_held_out(train_ids)
         parts = [Part(images[rows], train_ids[rows]) for rows in (~held_out, held_out)]
@@ -76,7 +76,7 @@ def read_arrays(name: str, data: Any) -> tuple[Contents, Stats]:
         unknown = sorted(map(str, set(test_labels) - set(classes)))
         if unknown:
             raise UserError(f"{name}: test images of class {unknown[0]!r}, which has no training images")
-        test_ids = torch.tensor([ids[label] for label in test_labels], dtype=torch.long)
+        test_ids = torch.tensor([ids[label] for label in test_labels])
         parts = [Part(images, train_ids), Part(test_images, test_ids)]
     for kind, part in zip(("train", "test"), parts, strict=True):
         if not len(part.labels):
@@ -172,7 +172,7 @@ def _statistics(images: Tensor) -> Stats:
     """Mean and standard deviation of each channel, of pixels in [0, 1]. A constant channel gets a deviation of 1."""
     means, deviations = [], []
     for channel in images.unbind(1):
-        counts = torch.bincount(channel.flatten().long(), minlength=256).double()
+        counts = torch.bincount(channel.flatten(), minlength=256).double()
         values = torch.arange(256, dtype=torch.float64) / 255
         mean = (counts @ values) / counts.sum()
         deviation = (counts @ (values - mean).square() / counts.sum()).sqrt()

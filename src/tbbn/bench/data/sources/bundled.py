@@ -43,13 +43,14 @@ def synthetic(name: str = "synthetic", size: int | None = None, argument: str = 
     A class is a smooth colour pattern. An image is the pattern moved by up to an eighth, plus a smooth pattern of its own
     and pixel noise.
     """
-    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})x(\d{1,9})", argument, re.ASCII)
-    n_classes, n_train, n_test, side = (int(number) for number in match.groups()) if match else (0, 0, 0, 0)
-    if min(n_classes, n_train, n_test) < 1 or side < 4:
+    positive = r"(0*[1-9]\d{0,8})"
+    match = re.fullmatch("x".join([positive] * 4), argument, re.ASCII)
+    if match is None or int(match[4]) < 4:
         raise UserError(
             "synthetic: needs CLASSESxTRAINxTESTxSIZE with a size of at least 4, such as synthetic:10x20x5x8, "
             f"got {argument!r}"
         )
+    n_classes, n_train, n_test, side = map(int, match.groups())
     n_bytes = n_classes * (n_train + n_test) * 3 * side**2
     if n_bytes > _MAX_BYTES:
         raise UserError(f"synthetic: {argument} is {n_bytes} bytes of images; the limit is {_MAX_BYTES}")
