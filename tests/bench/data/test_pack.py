@@ -31,6 +31,7 @@ from tbbn.bench.data.packed.pack import pack
 from tbbn.bench.data.packed.shards import run_lengths
 from tbbn.bench.data.packed.stream import StreamedImages
 from tbbn.bench.data.packed.writer import images_per_shard
+from tbbn.bench.files import temporary_path
 from tbbn.bench.vision import torchvision
 from tbbn.errors import UserError
 
@@ -141,6 +142,17 @@ def test_processes_that_decode_begin_without_torch() -> None:
 )
 def test_a_set_has_shards_for_many_processes_and_no_more_than_it_needs(n: int, side: int, shards: int) -> None:
     assert -(-n // images_per_shard(n, 3 * side * side)) == shards
+
+
+def test_a_shard_has_a_power_of_two_of_bytes() -> None:
+    mib = 1 << 20
+    assert images_per_shard(256 * 8, mib) == 8  # 8 MiB for each of 256 shards
+    assert images_per_shard(256 * 8 + 1, mib) == 16 and images_per_shard(257 * 8, mib) == 16
+    assert (
+        images_per_shard((1 << 23) + 1, 256) == (1 << 24) // 256 and images_per_shard(1 << 23, 256) == (1 << 23) // 256
+    )
+    assert images_per_shard(1, 1) == 1 << 22 and images_per_shard(10**9, mib) == 256
+    assert images_per_shard(1, 1 << 30) == 1
 
 
 def test_a_set_is_repaired_in_the_shards_it_has(tmp_path: Path) -> None:
@@ -303,6 +315,91 @@ def test_a_deleted_shard_is_restored_from_the_images(tmp_path: Path) -> None:
     equal(out, source)
 
 
+def test_a_pack_goes_on_with_the_shards_it_began_with(tmp_path: Path) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        decoded(patch, stop_after=7)
+        with pytest.raises(KeyboardInterrupt):
+            pack(source, out, workers=1, shard_bytes=192)  # an image a shard
+    assert pack(source, out, workers=1).decoded == 8
+    assert len(list(out.glob("train-*.u8"))) == 12
+    equal(out, source)
+
+
+def test_what_a_killed_pack_leaves_does_not_stop_the_next(tmp_path: Path) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    interrupt(source, out, 7)
+    left = temporary_path(out / "train-00001.u8")
+    left.write_bytes(b"half")
+    pack(source, out, workers=1)
+    assert not left.exists() and len(list(out.iterdir())) == 8
+
+
+def test_the_index_of_a_set_goes_before_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that has one is complete."""
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    pack(source, out, workers=1)
+    gone: list[str] = []
+    real = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda file, **more: gone.append(file.name) or real(file, **more))
+    pack(source, out, workers=1, size=4, shard_bytes=48 * 3, overwrite=True)
+    assert gone[0] == "index.json" and gone.count("index.json") == 1
+
+
+def test_a_set_that_was_packed_without_its_unreadable_images_is_repaired(tmp_path: Path) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    (source / "train/ant/2.png").write_bytes(b"no image")
+    pack(source, out, workers=1, shard_bytes=192, unreadable="skip")
+    equal(out, source, unreadable="skip")  # one of the shards holds nothing
+    (out / "train-00000.u8").unlink()
+    repaired = pack(source, out, workers=1, shard_bytes=192)
+    assert repaired.decoded == 1 and repaired.packed.skipped == ("train/ant/2.png",)
+    equal(out, source, unreadable="skip")
+
+
+def test_a_name_that_is_no_text_is_packed(tmp_path: Path) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    os.rename(source / "train/ant/0.png", os.fsencode(source / "train/ant") + b"/\xff.png")
+    assert pack(source, out, workers=1).decoded == 15 and pack(source, out, workers=1).decoded == 0
+    equal(out, source)
+
+
+def test_a_disk_that_is_just_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, n_bytes = write_set(tmp_path / "set"), 15 * 192
+    for free in (n_bytes - 1, n_bytes):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: type("Usage", (), {"free": free}))
+        if free < n_bytes:
+            with pytest.raises(UserError, match="lower --size, or use another disk"):
+                pack(source, tmp_path / "out", workers=1)
+        else:
+            assert pack(source, tmp_path / "out", workers=1).decoded == 15
+
+
+def test_an_index_is_text_that_may_be_read_and_sorted(tmp_path: Path) -> None:
+    pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
+    text = (tmp_path / "out/index.json").read_text()
+    assert text.startswith('{\n "kind": "tbbn packed images",\n "schema": 1,\n "shape": [\n  3,')
+    turned = dict(reversed(json.loads(text).items()))
+    (tmp_path / "out/index.json").write_text(json.dumps(turned))
+    assert open_packed(tmp_path / "out").classes == ("ant", "bee", "cat")
+    assert packed._labels([]).dtype == torch.int64
+
+
+def test_a_shard_is_mapped_once_and_never_written(tmp_path: Path) -> None:
+    pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
+    file = tmp_path / "out/train-00000.u8"
+    before, images = file.read_bytes(), open_packed(tmp_path / "out").images[0]
+    assert images._map(0) is images._map(0)
+    images._map(0)[:] = 7
+    assert file.read_bytes() == before
+
+
+def test_no_worker_is_started_for_nothing() -> None:
+    with workers.Workers(2, threads=True) as some:
+        some.write([], None)
+        assert some.pool is None
+
+
 def test_a_set_of_other_images_is_replaced_only_when_asked(tmp_path: Path) -> None:
     source, out = write_set(tmp_path / "set"), tmp_path / "out"
     pack(source, out, workers=1, shard_bytes=3 * 192)
@@ -416,7 +513,8 @@ def test_a_missing_shard_is_a_problem_that_a_check_tells(tmp_path: Path) -> None
     assert found.problems == (("train-00001.u8", "cannot be read (No such file or directory)"),)
     assert (found.shards, found.n_bytes) == (4, 15 * 192)
     assert heard[-1] == (15 * 192, 15 * 192) and [n for n, _ in heard] == sorted(n for n, _ in heard)
-    assert {done for done, _ in heard} >= {5 * 192, 10 * 192, 12 * 192, 15 * 192}
+    # Each shard that can be read by its bytes, and all at their end.
+    assert [done // 192 for done, _ in heard] == [5, 5, 10, 12, 12, 15, 15]
 
 
 def test_a_shard_is_done_if_it_is_whole_and_of_these_images(tmp_path: Path) -> None:
@@ -662,7 +760,7 @@ def test_a_process_that_decodes_leaves_ctrl_c_to_its_parent_and_ends_with_it(mon
 
 
 def test_as_many_workers_as_cores_unless_a_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5, 6}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", {0: {1, 5, 6}}.__getitem__, raising=False)
     assert (workers.Workers().n, workers.Workers(7).n, workers.Workers(1).n) == (3, 7, 1)
     monkeypatch.delattr(os, "sched_getaffinity")
     for cores, wanted in ((5, 5), (None, 1)):

@@ -12,7 +12,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -123,7 +123,7 @@ class Workers:
                 for job in jobs
             }
             while pending:
-                done, pending = wait(pending, _POLL_SECONDS, FIRST_EXCEPTION)
+                done, pending = wait(pending, _POLL_SECONDS)
                 for future in done:
                     future.result()
                 if on_progress is not None:

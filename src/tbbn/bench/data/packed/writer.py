@@ -121,8 +121,8 @@ def images_per_shard(n: int, image_bytes: int) -> int:
     of workers, so packing may continue with another number.
     """
     least, most = SHARD_BYTES
-    wanted = 1 << max(0, -(-n * image_bytes // _MAX_SHARDS) - 1).bit_length()
-    return max(1, min(most, max(least, wanted)) // image_bytes)
+    wanted = 1 << (-(-n * image_bytes // _MAX_SHARDS) - 1).bit_length()
+    return max(1, sorted((least, wanted, most))[1] // image_bytes)
 
 
 def _check_folder(dest: Path) -> None:
@@ -213,7 +213,7 @@ def _jobs(
 def _up_to_date(request: PackRequest, dest: Path, fingerprints: Sequence[list[bytes]]) -> PackedSet | None:
     """The set in `dest` if it is complete and made from these very images. Needs no lock and no permission to write."""
     storage = _saved_storage(request, dest, fingerprints)
-    if storage is None or not is_packed(dest):
+    if storage is None:
         return None
     jobs = [job for own in _jobs(request, dest, storage, fingerprints).values() for job in own]
     return None if not _same_images(dest, jobs) or _damaged(dest, jobs) else open_packed(dest)
@@ -222,7 +222,7 @@ def _up_to_date(request: PackRequest, dest: Path, fingerprints: Sequence[list[by
 def _unfinished(dest: Path, jobs: Sequence[ShardJob], overwrite: bool) -> list[ShardJob]:
     """The shards still to be written; deletes files that stand in their place."""
     wanted = {job.file.name for job in jobs}
-    if is_packed(dest) and _same_images(dest, jobs):
+    if _same_images(dest, jobs):
         return _damaged(dest, jobs)
     if is_packed(dest) and not overwrite:
         raise UserError(
@@ -239,7 +239,7 @@ def _same_images(dest: Path, jobs: Sequence[ShardJob]) -> bool:
     """Whether the complete set in `dest` was made from the same images as these jobs."""
     try:
         indexed = _indexed_shards(dest)
-    except UserError:  # damaged, or of another version: none of its shards is trusted
+    except UserError:  # missing, damaged, or of another version: none of its shards is trusted
         return False
     return {name: shard.digest for name, shard in indexed.items()} == {job.file.name: job.digest for job in jobs}
 
