@@ -114,3 +114,25 @@ def test_an_export_is_known_by_its_flag(monkeypatch):
     assert private.exporting()
     monkeypatch.delattr(torch.compiler, "_is_exporting_flag")
     assert not private.exporting()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jit itself
+def test_a_fallback_answers_on_the_safe_side():
+    given = {name: fallback for name, (_, fallback) in private.FALLBACKS.items()}
+    assert given["functorch_active"]() and given["dispatch_modes"]() == 1 and given["is_wrapped"](torch.zeros(1))
+    assert given["graph_task"]() == -1 and given["saved_tensors_hooks"](False) is not None and given["binary"] is None
+    tracing = []
+    torch.jit.trace(lambda x: tracing.append(given["tracing_state"]()) or x, torch.zeros(1), check_trace=False)
+    assert tracing == [True] and given["tracing_state"]() is None
+    assert not given["global_hooks"]()
+    assert not isinstance(lambda: None, given["WrappedHook"])
+
+
+@pytest.mark.parametrize("name", ["functorch_active", "dispatch_modes", "tracing_state"])
+def test_any_of_three_makes_a_transform(name, monkeypatch):
+    values = {"functorch_active": False, "dispatch_modes": 0, "tracing_state": None}
+    for key, value in values.items():
+        monkeypatch.setattr(private, key, lambda value=value: value)
+    assert private.under_transform() is False
+    monkeypatch.setattr(private, name, lambda: 1)
+    assert private.under_transform() is True

@@ -322,3 +322,24 @@ def test_trouble_with_another_file_is_not_the_archives(tmp_path: Path, monkeypat
         with pytest.raises(UserError, match=rf"a.tar.gz: cannot be unpacked \({reason}\); delete it and try again"):
             archives.unpack(tmp_path / "a.tar.gz", tmp_path, "a")
     assert everything(tmp_path) == ["a.tar.gz"]
+
+
+def test_a_new_folder_appears_at_once_and_an_old_one_gets_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar(tmp_path / "a.tar", {"a/one": b"1", "a/sub/two": b"22"}, "w")
+    moved: list[str] = []
+    real = Path.replace
+
+    def watched(source: Path, dest: Path) -> Path:
+        moved.append(str(dest.relative_to(tmp_path)))
+        return real(source, dest)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    archives.unpack(tmp_path / "a.tar", tmp_path, "a")
+    assert moved == ["a"]
+    (tmp_path / "a/one").write_bytes(b"old")
+    (tmp_path / "a/more").write_bytes(b"kept")
+    archives.unpack(tmp_path / "a.tar", tmp_path, "a")
+    assert moved == ["a", "a/one", "a/sub/two"]
+    assert (tmp_path / "a/one").read_bytes() == b"1" and (tmp_path / "a/more").read_bytes() == b"kept"
