@@ -197,6 +197,14 @@ def test_an_archive_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(archives.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(UserError, match=r"needs \d+ bytes unpacked, more than are free under"):
         load("cifar10", tmp_path, download=False)
+    for spare, fits in ((-1, False), (0, True)):
+        tar(tmp_path / "a.tar", {"a/one": b"12345", "a/two": b"6"}, "w")
+        monkeypatch.setattr(archives.shutil, "disk_usage", lambda path, n=6 + spare: type("Usage", (), {"free": n}))
+        if fits:
+            archives.unpack(tmp_path / "a.tar", tmp_path, "a")
+        else:
+            with pytest.raises(UserError, match="needs 6 bytes unpacked"):
+                archives.unpack(tmp_path / "a.tar", tmp_path, "a")
 
 
 # What torchvision downloads and unpacks.

@@ -345,6 +345,17 @@ def test_mistakes_are_one_line() -> None:
         augmentation("shift", crop=50).draw(1, generator(), (32, 32))
 
 
+@pytest.mark.parametrize("crop", [None, 24])
+@pytest.mark.parametrize("name", NAMES)
+def test_apply_works_where_the_images_are(name: str, crop: int | None) -> None:
+    """Whatever torch's default device is."""
+    chosen, images = augmentation(name, crop=crop), photographs(3)
+    parameters = chosen.draw(3, generator(), (32, 32))
+    wanted = chosen.apply(images, parameters)
+    with torch.device("meta"):
+        assert torch.equal(chosen.apply(images, parameters), wanted)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_apply_never_reads_a_value_back(name: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from tbbn.bench.data.loading import load
+from tbbn.bench.data.outline import outline
 from tbbn.bench.data.packed.index import PackedImages, check_packed
-from tbbn.bench.data.sources import folders
-from tbbn.bench.data.sources.decoding import Unreadable, open_image
+from tbbn.bench.data.packed.pack import pack
+from tbbn.bench.data.sources import folders, images
+from tbbn.bench.data.sources.decoding import Unreadable, open_image, unreadable_error
 from tbbn.bench.data.sources.listing import chosen_classes, list_folder
 from tbbn.bench.data.types import Source
 from tbbn.bench.files import locked
@@ -468,8 +471,60 @@ def test_the_reason_is_said_why_an_image_cannot_be_read(tmp_path: Path, monkeypa
             assert reason() == f"is not a readable image ({said})"
 
 
+def test_one_unreadable_image_is_not_counted() -> None:
+    said = [str(unreadable_error("1.png: broken", n, 9, "--skip")) for n in (1, 2)]
+    assert said == [
+        "1.png: broken; repair or remove, or leave out with --skip",
+        "1.png: broken; 2 of 9 images are unreadable; repair or remove, or leave out with --skip",
+    ]
+
+
+def test_a_part_of_one_unreadable_image_names_it_alone(tmp_path: Path) -> None:
+    write_set(tmp_path, ("ant",))
+    (tmp_path / "test/ant/0.png").write_bytes(b"text")
+    for unreadable in ("fail", "skip"):
+        with pytest.raises(UserError, match=r"test/ant/0.png: is not a readable image \(unknown format\)$"):
+            folder(tmp_path, unreadable=unreadable)
+
+
+def test_warnings_about_images_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
+    write_set(tmp_path)
+    real = PIL.Image.open
+
+    def warning(*given: Any, **named: Any) -> Any:
+        warnings.warn("damaged EXIF data", stacklevel=1)
+        return real(*given, **named)
+
+    monkeypatch.setattr(PIL.Image, "open", warning)
+    folder(tmp_path)
+    outline(f"folder:{tmp_path}")
+    pack(tmp_path, tmp_path / "out", workers=1)
+    assert not recwarn.list
+    warnings.warn("after", stacklevel=1)
+    assert len(recwarn.list) == 1
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(40, 16), (16, 16), (3, 3), (None, 1)])
+def test_images_are_decoded_by_as_many_threads_as_cores(
+    cores: int | None, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_set(tmp_path)
+    asked: list[int] = []
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(images, "ThreadPoolExecutor", lambda n: asked.append(n) or ThreadPoolExecutor(1))
+    folder(tmp_path)
+    assert asked == [threads] * 2
+
+
 def test_values_beyond_16_bits_are_refused_not_clipped(tmp_path: Path) -> None:
     write_set(tmp_path)
+    save(tmp_path / "train/ant/0.tif", np.full((6, 6), 65_535, np.int32))
+    assert folder(tmp_path).train.images[1].eq(255).all()
+    for value in (65_536, 65_600, -1):
+        save(tmp_path / "train/ant/0.tif", np.full((6, 6), value, np.int32))
+        with pytest.raises(UserError, match=r"0.tif: .*values beyond 16 bits have no known range"):
+            folder(tmp_path)
+    (tmp_path / "train/ant/0.tif").unlink()
     save(tmp_path / "train/bee/2.tif", np.full((6, 6), 70_000, np.int32))
     with pytest.raises(UserError, match=r"2.tif: .*values beyond 16 bits have no known range"):
         folder(tmp_path)

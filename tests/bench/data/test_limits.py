@@ -20,6 +20,7 @@ import PIL.Image
 import pytest
 
 from tbbn.bench.config import read_toml
+from tbbn.bench.data import selection
 from tbbn.bench.data.loading import load
 from tbbn.bench.data.packed import index, stream, workers
 from tbbn.bench.data.packed.index import read_index
@@ -45,6 +46,8 @@ LIMITS = {
     (images, "_IMAGES_PER_TASK"): 64,
     (index, "_LARGEST"): 268_435_456,  # 256 MiB
     (listing, "_LARGEST_LIST"): 67_108_864,
+    (selection, "_GRAM_SIDE"): 2048,
+    (selection, "_GRAM_ELEMENTS"): 16_777_216,
     (stream, "_THREADS"): 4,
     (stream, "_MAX_DEPTH"): 8,
     (stream, "_MAX_BYTES"): 268_435_456,

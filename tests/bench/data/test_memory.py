@@ -109,6 +109,24 @@ def test_memory_keeps_all_rows_of_a_class_smaller_than_its_quota():
     assert sorted(memory.index.tolist()) == [*range(40), *range(100, 140)]
 
 
+def test_many_rows_of_a_class_keep_the_order_of_their_selection():
+    memory = ExemplarMemory(80, selection="distance")
+    scores = torch.zeros(400, 8)
+    learn(memory, 2, scores)  # all are as good as each other: the first come first
+    assert memory.index.tolist() == [*range(0, 40, 2), *range(1, 40, 2), *range(100, 140, 2), *range(101, 140, 2)]
+
+
+def test_a_memory_is_updated_where_its_rows_are():
+    """Whatever torch's default device is."""
+    wanted, memory = learn(ExemplarMemory(30), 3), ExemplarMemory(30)
+    tasks = [task_rows(t) for t in range(3)]
+    labels = [label_of(rows) for rows, _ in tasks]
+    for t, (rows, _) in enumerate(tasks):
+        with torch.device("meta"):
+            memory.update(rows, labels[t], n_seen=2 * t + 2, scores=FEATURES[rows], generator=gen("select", t))
+    assert torch.equal(memory.index, wanted.index) and torch.equal(memory.labels, wanted.labels)
+
+
 def test_a_task_without_rows_changes_nothing():
     memory = learn(ExemplarMemory(30), 2)
     before = memory.index.tolist()

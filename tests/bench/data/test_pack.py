@@ -539,6 +539,29 @@ def test_a_shard_is_done_if_it_is_whole_and_of_these_images(tmp_path: Path) -> N
     assert not job.is_done()
 
 
+def test_an_old_receipt_does_not_vouch_for_a_new_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "1.png", 0)
+    images = (tmp_path / "1.png",)
+    job = shards.ShardJob(tmp_path / "train-00000.u8", tmp_path, images, (4,), (3, 8, 8), False, "digest")
+    shards.write_shard(job, lambda n: None, lambda: False)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "write_atomic", full)
+    with pytest.raises(UserError, match="cannot be written"):
+        shards.write_shard(job, lambda n: None, lambda: False)
+    assert job.file.exists() and not job.receipt.exists()
+
+
+def test_a_set_of_half_the_free_memory_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack(write_set(tmp_path / "set"), tmp_path / "out", workers=1)
+    stored, cpu = open_packed(tmp_path / "out").images[0], torch.device("cpu")
+    for free, held in ((2 * 12 * 192, torch.Tensor), (2 * 12 * 192 - 1, StreamedImages)):
+        monkeypatch.setattr(device, "_free_bytes", lambda _, free=free: free)
+        assert isinstance(place_on_device(stored, cpu), held)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"images_per_shard": 0}, {"shape": [3, 0, 8]}, {"shape": [3, 8]}, {"shape": None}, {"made_from": "others"}, {}],

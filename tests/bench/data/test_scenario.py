@@ -244,6 +244,24 @@ def test_bad_sources_are_refused():
         make_scenario(source, n_tasks=2, class_order="natural")
 
 
+@pytest.mark.parametrize(
+    ("per_class", "validation", "held_out"), [(450, 0.13, 59), (150, 0.21, 32), (50, 0.29, 14), (90, 0.35, 31)]
+)
+def test_a_share_is_rounded_as_the_fraction_is_written(per_class, validation, held_out):
+    """Halves are rounded up, in double precision."""
+    scenario = make_scenario(make_source(n_classes=2, per_class=per_class), n_tasks=2, validation=validation)
+    assert [len(task.validation) for task in scenario.tasks] == [held_out, held_out]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_labels_may_have_any_width(dtype):
+    source, wanted = make_source(n_classes=10), make_scenario(make_source(n_classes=10), n_tasks=5, validation=0.1)
+    source.train.labels, source.test.labels = source.train.labels.to(dtype), source.test.labels.to(dtype)
+    scenario = make_scenario(source, n_tasks=5, validation=0.1)
+    assert torch.equal(scenario.train_labels, wanted.train_labels) and scenario.train_labels.dtype == torch.int64
+    assert all(torch.equal(a.train, b.train) for a, b in zip(scenario.tasks, wanted.tasks, strict=True))
+
+
 def test_a_source_without_any_images_is_refused():
     source = make_source(n_classes=4)
     source.test.labels = source.test.labels[:0]

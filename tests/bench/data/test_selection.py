@@ -92,3 +92,41 @@ def test_a_reservoir_is_no_selection():
 def test_no_row_is_selected_where_none_is_wanted(strategy):
     found = select(strategy, torch.randn(4, 3), torch.tensor([0, 1, 2, 1]), 0, gen())
     assert found.tolist() == [] and found.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+def test_rows_of_equal_keys_keep_their_order(dtype):
+    labels = torch.randint(0, 4, (300,), generator=gen("many labels"))
+    for keys in (torch.zeros(300), torch.randint(0, 3, (300,), generator=gen("few keys"))):
+        order, rank = selection.rank_in_class(keys.to(dtype), labels)
+        slow = sorted(range(300), key=lambda i: (labels[i].item(), keys[i].item(), i))
+        assert order.tolist() == slow
+        assert rank.tolist() == [sum(labels[j] == labels[i] for j in slow[:n]) for n, i in enumerate(slow)]
+
+
+def test_entropy_and_herding_are_computed_in_double_precision():
+    close = torch.tensor([[2.015625, 0.0], [2.0, 0.0]]).bfloat16()  # their softmax is the same in bf16
+    assert select("entropy", close, torch.tensor([0, 0]), 2).tolist() == [1, 0]
+    features = (torch.randn(40, 8, generator=gen("half")) + 1).bfloat16()
+    assert herding(features, 40).tolist() == slow_herding(features.double(), 40)
+
+
+def test_as_many_classes_are_herded_at_once_as_inner_products_may_be_held(monkeypatch):
+    labels = torch.arange(5).repeat_interleave(4)
+    features, real, sizes = torch.randn(20, 3, generator=gen("chunks")), selection._herd_padded, []
+    monkeypatch.setattr(selection, "_herd_padded", lambda x, *more: sizes.append(len(x)) or real(x, *more))
+    for elements, wanted in ((2 * 16, [2, 2, 1]), (2 * 16 - 1, [1] * 5), (1, [1] * 5), (5 * 16, [5])):
+        monkeypatch.setattr(selection, "_GRAM_ELEMENTS", elements)
+        sizes.clear()
+        select("herding", features, labels, 2)
+        assert sizes == wanted
+
+
+@pytest.mark.parametrize("strategy", ["herding", "entropy", "distance"])
+def test_a_selection_is_made_where_its_rows_are(strategy):
+    """Whatever torch's default device is."""
+    scores, labels = torch.randn(40, 5, generator=gen("where")), torch.arange(40) % 5
+    wanted = select(strategy, scores, labels, 3)
+    with torch.device("meta"):
+        found, none = select(strategy, scores, labels, 3), select(strategy, scores[:0], labels[:0], 3)
+    assert torch.equal(found, wanted) and none.device.type == "cpu"

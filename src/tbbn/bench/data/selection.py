@@ -86,7 +86,7 @@ def _herd_padded(x: Tensor, counts: Tensor, n: int) -> Tensor:
     score to maximise changes by 2 x.mu - 2 x.picked from one pick to the next.
     """
     # Features that are not finite (a diverged network) count as zero, so that the memory stays valid.
-    x = F.normalize(x.double(), dim=2).nan_to_num(0.0, 0.0, 0.0)
+    x = F.normalize(x.double(), dim=2).nan_to_num()
     gram = x @ x.mT if x.shape[1] <= _GRAM_SIDE else None  # (K, M, M)
     classes = torch.arange(len(x), device=x.device)
     pull = 2 * (x @ (x.sum(1) / counts[:, None])[:, :, None])[:, :, 0]  # 2 x.mu

@@ -72,7 +72,7 @@ def _plain(image: Image, mode: str) -> Image:
         values = numpy.asarray(image).astype(numpy.float64) / 257
         if not 0 <= values.min() <= values.max() <= 255:
             raise ValueError("values beyond 16 bits have no known range")
-        image = PIL.Image.fromarray(numpy.clip(values.round(), 0, 255).astype(numpy.uint8))
+        image = PIL.Image.fromarray(values.round().astype(numpy.uint8))
     elif image.mode == "F":
         raise ValueError("floating-point images have no known range")
     elif "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):

@@ -56,7 +56,6 @@ class _SomeUnreadable(Exception):
     """Some files of a listing cannot be read: `broken` holds the message for each, by position."""
 
     def __init__(self, broken: dict[int, str]) -> None:
-        super().__init__(broken)
         self.broken = broken
 
 
