@@ -287,6 +287,7 @@ def test_afc_s_importance_is_the_energy_of_the_gradient_by_channel(world: Any) -
     context.network.requires_grad_(False)  # as after a phase that trained the head alone
     before = {key: tensor.clone() for key, tensor in context.network.state_dict().items() if "importance" not in key}
     afc.after_training(context)
+    assert context.asked == ["importance"]
     after = context.network.state_dict()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 

@@ -121,6 +121,13 @@ def test_lucir(top_k: int, batch: Batch, world: Any) -> None:
     assert got == close(expected)
 
 
+def test_lucir_ranks_a_single_row_of_an_old_class(world: Any) -> None:
+    output, previous = world.output(3, NEW, cosine=True), world.output(3, OLD, value=1, cosine=True)
+    got = method("lucir", {"top_k": 1}).loss(world.batch([5, 0, 6]), output, previous)["ranking"].item()
+    row = output.similarity[1].tolist()
+    assert got == pytest.approx(max(0.0, 0.5 - row[0] + max(row[5:])), rel=1e-5) and got > 0
+
+
 def test_lucir_without_rows_of_old_classes_has_no_ranking(world: Any) -> None:
     output, previous = world.output(2, NEW, cosine=True), world.output(2, OLD, value=1, cosine=True)
     assert method("lucir").loss(world.batch([5, 6]), output, previous)["ranking"].item() == 0
@@ -241,6 +248,12 @@ def test_derpp_compares_only_the_logits_that_were_stored(batch: Batch, output: O
     }
     derpp = method("derpp", {"alpha": 0.3, "beta": 0.8})
     assert numbers(derpp.loss(batch, replace(output, state=state), None)) == close(expected)
+
+
+def test_derpp_compares_a_single_stored_logit(batch: Batch, output: Output) -> None:
+    state = {**dark_state(), "dark_widths": torch.tensor([1, 1, 0, 1])}
+    dark = method("derpp", {"alpha": 1.0}).loss(batch, replace(output, state=state), None)["dark"].item()
+    assert dark == pytest.approx((output.logits[7, 0] - state["dark_logits"][1, 0]).item() ** 2, rel=1e-5)
 
 
 def test_derpp_without_stored_logits_replays_labels_alone(batch: Batch, output: Output) -> None:

@@ -44,7 +44,13 @@ def test_hooks_predictions_and_losses_are_those_of_the_same_numbers_in_float32(
             now = rounded(network(world.images), dtype)
             batch = context.batch(torch.cat([context.task.train[:8], context.memory.index[:4]]), n_memory=4)
             before = None if context.previous is None else rounded(context.previous(batch.images), dtype)
-            losses = chosen.loss(batch, rounded(network(batch.images), dtype), before)
+            losses = {
+                f"{phase.name} {name}": term
+                for phase in chosen.phases(context)
+                for name, term in getattr(chosen, phase.loss)(
+                    batch, rounded(network(batch.images), dtype), before
+                ).items()
+            }
             predicted = chosen.predict(now)
         assert losses and {loss.dtype for loss in losses.values()} == {torch.float32}
         # The logits themselves may be the scores, in the network's precision.

@@ -60,6 +60,13 @@ def test_soft_binary_cross_entropy_stays_finite_where_a_probability_is_one(logit
     assert value.isfinite() and student.grad is not None and student.grad.isfinite().all()
 
 
+def test_soft_binary_cross_entropy_counts_a_probability_of_one_as_a_little_less() -> None:
+    value = terms.soft_binary_cross_entropy(torch.tensor([[60.0, -60.0]]), torch.zeros(1, 2), 1.0).item()
+    log_q = [0.0, -120.0]
+    log_not_q = [math.log(-math.expm1(-1e-7)), 0.0]
+    assert value == pytest.approx(-sum(0.5 * a + 0.5 * b for a, b in zip(log_q, log_not_q, strict=True)) / 2, rel=1e-6)
+
+
 def test_shared_distillation_weighs_by_the_share_of_old_classes() -> None:
     logits, labels = randn(3, 5, value=3), torch.tensor([0, 4, 2])
     got = terms.shared_distillation(logits, labels, T[:3], 2.0)
@@ -223,6 +230,20 @@ def test_a_draw_beyond_the_last_point_takes_the_last(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "rand", lambda n, **_: torch.ones(n, dtype=torch.float64))  # rounding may bring it there
     points = torch.tensor([[0.0], [2.0], [3.0]])
     assert terms.k_means(points, 2, seed(), n_iterations=0).tolist() == [[3.0], [3.0]]
+
+
+def test_weights_of_points_are_summed_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = torch.tensor([[0.0], [1e4], [1.0], [1.001], [1.002]])
+    total = 1e8 + 1 + 1.001**2 + 1.002**2
+    draws = torch.tensor([0.0, (1e8 + 1.5) / total], dtype=torch.float64)
+    monkeypatch.setattr(torch, "rand", lambda n, **_: draws)
+    assert terms.k_means(points, 2, seed(), n_iterations=0).tolist() == points[[0, 3]].tolist()
+
+
+def test_distances_of_many_points_keep_their_digits() -> None:
+    points = 1000 + 0.01 * torch.arange(60.0)[:, None]  # differences of squares would have none left
+    exact = (points.double() - points.double().T).abs()
+    assert (terms._distances(points, points) - exact).abs().max() < 1e-6
 
 
 def test_k_means_stops_after_fifty_iterations(monkeypatch: pytest.MonkeyPatch) -> None:

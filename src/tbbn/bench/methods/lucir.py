@@ -69,7 +69,7 @@ class Lucir(Method):
         cosine = output.similarity.float()
         own = cosine.gather(1, batch.labels[:, None])
         new = cosine[:, batch.n_old_classes :]
-        nearest = new.topk(min(self.top_k, new.shape[1]), dim=1).values
+        nearest = new.topk(min(self.top_k, new.shape[1])).values
         is_old = (batch.labels < batch.n_old_classes)[:, None]
         # Rows of new classes are masked, not removed: a step captured as a CUDA graph needs fixed shapes.
         hinge = F.relu(self.margin - own + nearest) * is_old

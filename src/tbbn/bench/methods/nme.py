@@ -23,7 +23,7 @@ def remember_means(context: TaskContext, *, flipped: bool = False) -> None:
         return
     features = F.normalize(context.outputs(rows).features.float())
     if flipped:
-        features = (features + F.normalize(context.outputs(rows, flip=True).features.float())) / 2
+        features = features + F.normalize(context.outputs(rows, flip=True).features.float())
     means, _ = class_means(features, context.labels(rows), context.n_classes)
     context.network.remember(MEANS, F.normalize(means))
 
