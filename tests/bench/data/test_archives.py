@@ -351,3 +351,14 @@ def test_a_new_folder_appears_at_once_and_an_old_one_gets_its_files(
     archives.unpack(tmp_path / "a.tar", tmp_path, "a")
     assert moved == ["a", "a/one", "a/sub/two"]
     assert (tmp_path / "a/one").read_bytes() == b"1" and (tmp_path / "a/more").read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_a_file_without_a_name_is_left(kind: str, tmp_path: Path) -> None:
+    archive, members = tmp_path / f"a.{kind}", {".": b"nameless", "a/one": b"1"}
+    if kind == "zip":
+        zipped(archive, members)
+    else:
+        tar(archive, {**members}, "w")
+    archives.unpack(archive, tmp_path, "a")
+    assert everything(tmp_path) == ["a", "a/one", archive.name]

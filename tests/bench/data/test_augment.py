@@ -124,6 +124,38 @@ def test_parameters_of_zero_give_finite_images() -> None:
         assert chosen.apply(photographs(2), torch.zeros(2, chosen.n_parameters)).isfinite().all()
 
 
+def slow_boxes(n: int, size: tuple[int, int], scale: tuple[float, float]) -> list[list[int]]:
+    """torchvision's `RandomResizedCrop.get_params` image by image, on the same draws."""
+    draws = generator(9)
+    uniform, corner = torch.rand(n, 2, 10, generator=draws).tolist(), torch.rand(n, 2, generator=draws).tolist()
+    flips, (height, width) = torch.randint(0, 2, (n,), generator=draws).tolist(), size
+    boxes = []
+    for (areas, aspects), (down, right), flip in zip(uniform, corner, flips, strict=True):
+        for u, v in zip(areas, aspects, strict=True):
+            area = height * width * (scale[0] + u * (scale[1] - scale[0]))
+            aspect = math.exp(math.log(3 / 4) + v * (math.log(4 / 3) - math.log(3 / 4)))
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                top, left = (min(int(d * (s - b + 1)), s - b) for d, s, b in ((down, height, h), (right, width, w)))
+                break
+        else:
+            w = min(width, round(height * 4 / 3)) if width > height * 4 / 3 else width
+            h = min(height, round(width / (3 / 4))) if width < height * 3 / 4 else height
+            top, left = (height - h) // 2, (width - w) // 2
+        boxes.append([top, left, h, w, flip])
+    return boxes
+
+
+@pytest.mark.parametrize("size", [(32, 32), (40, 17), (9, 50), (1, 1), (2, 2), (1, 4), (5, 1)])
+@pytest.mark.parametrize("scale", [(0.08, 1.0), (0.2, 1.0), (0.9, 1.0)])
+def test_crop_boxes_are_those_of_the_definition_on_the_same_draws(
+    scale: tuple[float, float], size: tuple[int, int]
+) -> None:
+    found = ResizedCrop(scale=scale).draw(300, generator(9), size)
+    assert found.tolist() == slow_boxes(300, size, scale)
+    assert found.dtype == torch.float32
+
+
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.2, 1.0)])
 def test_crop_boxes_are_distributed_as_torchvisions(scale: tuple[float, float]) -> None:
     n = 4000
@@ -334,7 +366,39 @@ def test_every_name_has_a_line() -> None:
     assert all(entry.description for entry in AUGMENTATIONS.describe().values())
 
 
+def test_a_window_may_be_as_large_as_the_padded_image() -> None:
+    images = photographs(2, height=8, width=8)
+    whole = Shift(crop=10, pad=1)
+    parameters = whole.draw(2, generator(), (8, 8))
+    assert parameters[:, :2].tolist() == [[0, 0], [0, 0]] and parameters.dtype == torch.float32
+    parameters[:, 2] = 0
+    assert torch.equal(whole.apply(images, parameters)[:, :, 1:9, 1:9], images / 255)
+    with pytest.raises(UserError, match="a crop of 11 needs larger images than 8x8"):
+        Shift(crop=11, pad=1).draw(2, generator(), (8, 8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_crop_of_one_pixel_is_the_smallest(name: str) -> None:
+    chosen = augmentation(name, crop=1)
+    assert chosen.apply(photographs(2), chosen.draw(2, generator(), (32, 32))).shape == (2, 3, 1, 1)
+
+
+def test_a_change_of_colour_comes_below_its_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator: torch.full(shape, 0.25))
+    for probability, changed in ((0.25, False), (0.26, True)):
+        assert colour.Greyscale(probability).draw(3, generator(), (1, 1)).bool().all() == changed
+        factors = colour.ColourJitter(probability=probability).draw(3, generator(), (1, 1))[0, 4:].tolist()
+        assert factors == pytest.approx([0.8, 0.8, 0.8, -0.05] if changed else [1, 1, 1, 0])
+
+
+def test_factors_are_never_negative() -> None:
+    factors = colour.Brightness(strength=3.0).draw(4000, generator(), (1, 1))
+    assert 0 <= factors.min() < 0.01 and 3.99 < factors.max() <= 4
+
+
 def test_mistakes_are_one_line() -> None:
+    with pytest.raises(UserError, match="unknown augmentation 'shft'"):
+        augmentation("shft", crop=0)  # the name comes first
     with pytest.raises(UserError, match=r"unknown augmentation 'shft'.*Did you mean 'shift'\?"):
         augmentation("shft")
     with pytest.raises(UserError, match="crop must be a positive number of pixels, got 0"):

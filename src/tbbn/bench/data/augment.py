@@ -84,7 +84,7 @@ class Shift:
                 f"shift: a crop of {self.crop} needs larger images than {size[0]}x{size[1]}; lower the crop"
             )
         corners = [torch.randint(0, n_free + 1, (n, 1), generator=generator) for n_free in free]
-        return torch.cat([*corners, _coins(n, generator)], 1).float()
+        return torch.cat([*corners, _coins(n, generator)], 1)
 
     def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
         n, channels, height, width = images.shape
@@ -275,8 +275,8 @@ def _resize_matrix(start: Tensor, length: Tensor, n_in: int, n_out: int, pad: in
     Output pixel i is centred at (i + 1/2) * length / n_out of the box. It averages the pixels of the box under a triangle
     whose half-width is one input pixel when the box is enlarged, one output pixel when it is shrunk.
     """
-    pixels = torch.arange(n_in + 2 * pad, device=start.device, dtype=start.dtype)
-    outputs = torch.arange(n_out, device=start.device, dtype=start.dtype).unsqueeze(1)
+    pixels = torch.arange(n_in + 2 * pad, device=start.device)
+    outputs = torch.arange(n_out, device=start.device).unsqueeze(1)
     start, length = start[:, None, None], length[:, None, None]
     outputs = torch.where(flip[:, None, None] > 0.5, n_out - 1 - outputs, outputs)
     step = length / n_out
