@@ -194,3 +194,39 @@ def test_a_training_step_on_a_device_never_waits_for_it():
         y = layer(torch.zeros(12, 4, 2, 2, device="meta"))
     (y.sum() + tbbn.penalty(layer)).backward()
     assert y.device.type == "meta" and layer.task_logits.grad.shape == (100,)
+
+
+def test_input_of_more_precision_than_the_layer_keeps_it():
+    layer, x = tbbn.convert(nn.BatchNorm2d(4), "adab2n"), data((12, 4, 3, 2))
+    layer.task_logits.data[:3] = torch.tensor([0.5, -0.5, 1.0])
+    ids, exact = torch.tensor([2] * 8 + [0, 1, 1, 1]), make("adab2n")
+    exact.weight, exact.bias = nn.Parameter(torch.ones(4).double()), nn.Parameter(torch.zeros(4).double())
+    exact.task_logits.data[:3] = layer.task_logits.data[:3].double()
+    with tbbn.balance(layer, **EIGHT, task_ids=ids), tbbn.balance(exact, **EIGHT, task_ids=ids):
+        close(layer(x), exact(x))
+        close(layer.snapshot(x)[0], exact.snapshot(x)[0])
+        assert layer.snapshot(x)[0].dtype == torch.float64
+
+
+def test_a_snapshot_is_of_before_the_step():
+    layer, x = make("adab2n"), data((12, 4, 3, 2))
+    with tbbn.balance(layer, **EIGHT):
+        layer(x)
+        before = [t.clone() for t in (layer.running_mean, layer.running_var, layer.rate)]
+        _, *kept = layer.snapshot(x)
+        layer(x + 1)
+    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(kept[:2], (layer.running_mean, layer.running_var), strict=True))
+
+
+def test_without_strength_there_is_no_penalty_of_an_earlier_step():
+    layer, x = make("adab2n"), data((12, 4, 3, 2))
+    var, mean = torch.var_mean(x.flatten(2), 2, unbiased=False)
+    with tbbn.balance(layer, **EIGHT):
+        for step in (lambda: layer(x), lambda: layer.normaliser(x, mean, var, *layer.snapshot(x))):
+            layer.strength = 0.1
+            step()
+            assert layer.penalty is not None
+            layer.strength = 0.0
+            step()
+            assert layer.penalty is None

@@ -357,6 +357,13 @@ def test_a_repeated_forward_is_found_by_its_pixel_but_for_rounding():
         found(kept(active.Forward(A, None, False), active.Forward(B, None, False)), 1)
 
 
+def test_pixels_of_zeros_and_of_large_half_precision_numbers_are_told_apart():
+    assert found(kept(forward_of(A, 0), forward_of(B, 1)), 0).layout is A
+    both = kept(*(active.Forward.of(active.Block(None, layout, {}, 1), torch.full((2, 3), value).half())
+                  for layout, value in ((A, 40_000.0), (B, 20_000.0))))  # fmt: skip
+    assert both.repeated("Norm", torch.full((2, 3), 40_000.0).half()).layout is A
+
+
 def test_the_same_input_with_two_layouts_is_the_one_whose_backward_has_not_run():
     first, second = forward_of(A, 1), forward_of(B, 1)
     both = kept(first, second)

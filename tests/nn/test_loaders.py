@@ -290,6 +290,13 @@ def test_a_sampler_has_the_papers_batches_until_both_datasets_are_seen_unless_it
     assert len(sampler) == 5  # 70 rows in batches of 16
 
 
+def test_batches_without_memory_rows_leave_the_memory_alone():
+    sampler = tbbn.ReplayBatchSampler(5, 20, current=4, memory=0, seed=2**31 - 1)
+    sampler.set_epoch(2**31 - 1)  # the largest numbers
+    batches = rows_of(sampler)
+    assert [len(batch) for batch in batches] == [4, 4] and {row for batch in batches for row in batch} == set(range(5))
+
+
 def test_the_first_task_has_no_memory():
     sampler = tbbn.ReplayBatchSampler(50, [], current=6, memory=2)
     assert (sampler.current, sampler.memory) == (8, 0)

@@ -118,7 +118,7 @@ class ReplayBatchSampler(Sampler[list[int]]):
 
 def _order(n: int, wanted: int, seed: int, epoch: int, kind: int) -> Tensor:
     """``wanted`` rows of ``n``: as many shuffled passes as it takes."""
-    generator = torch.Generator().manual_seed(((seed * 1_000_003 + epoch) * 2 + kind) % 2**63)
-    passes = -(-wanted // n) if wanted else 0
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) * 2 + kind)
+    passes = -(-wanted // max(n, 1))  # none of a dataset without rows
     rows = [torch.randperm(n, generator=generator) for _ in range(passes)]
     return torch.cat([torch.empty(0, dtype=torch.int64), *rows])[:wanted]
