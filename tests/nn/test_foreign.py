@@ -566,6 +566,24 @@ def test_skip_leaves_layers_alone(skip, left):
     assert {name for name, m in norms.items() if not isinstance(m, tbbn.nn.modules.BalancedNorm)} == left
 
 
+def test_a_shared_layer_is_skipped_by_any_of_its_names():
+    shared = nn.BatchNorm2d(4)
+    for name in ("a", "b"):
+        net = tbbn.convert(nn.ModuleDict({"a": shared, "b": shared, "c": nn.BatchNorm2d(4)}), skip=[name])
+        assert net["a"] is net["b"] is shared and isinstance(net["c"], tbbn.TaskBalancedBatchNorm2d)
+
+
+def test_a_function_may_skip_nothing_and_other_things_are_no_rule():
+    assert isinstance(tbbn.convert(nn.BatchNorm2d(4), skip=lambda *_: False), tbbn.TaskBalancedBatchNorm2d)
+    with pytest.raises(TypeError, match="convert: skip takes names, patterns, classes, modules and functions, got 3"):
+        tbbn.convert(nn.BatchNorm2d(4), skip=[3])
+
+
+def test_a_frozen_batch_norm_that_is_skipped_is_not_mentioned(recwarn):
+    tbbn.convert(nn.Sequential(nn.BatchNorm2d(4), FrozenBatchNorm2d()), skip=[FrozenBatchNorm2d])
+    assert not recwarn.list
+
+
 def test_skip_lets_a_refused_layer_pass():
     converted = tbbn.convert(nn.Sequential(nn.BatchNorm2d(4), ByHand(4)), skip=[ByHand])
     assert type(converted[1]) is ByHand and isinstance(converted[0], tbbn.TaskBalancedBatchNorm2d)

@@ -124,6 +124,21 @@ def test_two_ways_to_say_which_rows_are_memory_are_refused(first, second):
         tbbn.balance(tbbn.TaskBalancedBatchNorm1d(3), **first, **second, past_tasks=1)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.uint32, np.int64])
+def test_labels_of_any_width_are_compared_as_numbers(dtype):
+    labels, layer = np.array([10, 1], dtype=dtype), tbbn.TaskBalancedBatchNorm1d(3)
+    for classes, memory in (([266], 2), ([10], 1), ([], 2), (torch.tensor([10, 1]), 0)):
+        layout = tbbn.balance(layer, labels=labels, current_classes=classes, past_tasks=1).layout
+        assert (layout.current, layout.memory) == (2 - memory, memory)
+
+
+def test_a_layout_is_on_the_cpu_whatever_the_default_device_is():
+    labels, layer = torch.tensor([10, 1]), tbbn.TaskBalancedBatchNorm1d(3)
+    with torch.device("meta"):
+        layout = tbbn.balance(layer, labels=labels, current_classes=[10], past_tasks=1).layout
+    assert layout.is_memory.tolist() == [False, True]
+
+
 def test_a_batch_without_rows_is_taken():
     for layout in (
         {"task_ids": [], "current_task": 1},

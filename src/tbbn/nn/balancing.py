@@ -141,7 +141,7 @@ def _of_other_classes(labels: Rows | None, current_classes: Iterable[SupportsInd
         raise TypeError(f"balance: current_classes must be a range or a list of labels, got {current_classes!r}.")
     known = [whole_number("balance: a label of current_classes", c) for c in classes]
     rows = row_values("labels", labels, "integer").cpu().long()
-    return ~torch.isin(rows, torch.tensor(known, dtype=torch.int64, device="cpu"))
+    return ~torch.isin(rows, torch.tensor(known, device="cpu"))
 
 
 def _of_other_tasks(task_ids: Tensor | None, current_task: int) -> Tensor:
