@@ -131,6 +131,43 @@ def gradients_are_made_only_for_what_needs_one() -> None:
 
 
 @case
+def tasks_reach_norms_that_are_not_synchronised() -> None:
+    counts, x = COUNTS["unequal counts"], random(30, 5, 4, 3)
+    rows, ids = own_rows(counts), torch.where(torch.arange(30) < 21, 3, torch.arange(30) % 3)
+    layer = tbbn.convert(nn.BatchNorm2d(5), "adab2n")
+    layer.task_logits.data[:4] = torch.tensor([1.0, -1.0, 0.5, 0.0])
+    alone = copy.deepcopy(layer)
+    both = nn.ModuleList([layer, layers(nn.BatchNorm2d(5))[0]])
+    given = {**own(counts), "past_tasks": 3, "task_ids": ids[rows]}
+    with tbbn.balance(both, **given), tbbn.balance(alone, **given):
+        y = layer(x[rows])
+        close(y, alone(x[rows]))
+    with tbbn.balance(alone, **own(counts), past_tasks=3):
+        assert not torch.allclose(y, alone(x[rows]), atol=1e-3)
+
+
+@case
+def collectives_run_in_the_group_of_the_layer_and_only_where_they_are_needed() -> None:
+    group, calls = dist.new_group([0, 1]), []
+
+    def watched(name: str) -> Callable[..., None]:
+        function = getattr(dist, name)
+        return lambda *given, **named: (calls.append((name, named.get("group"))), function(*given, **named))[1]
+
+    layer, outside = (tbbn.convert(nn.BatchNorm2d(5), sync=True, process_group=group) for _ in range(2))
+    x = random(16, 5, 4, 3)
+    with mock.patch.multiple(dist, **{name: watched(name) for name in ("all_gather", "all_reduce")}):
+        for needed in (True, False):
+            leaf = x.clone().requires_grad_(needed)
+            with tbbn.balance(layer, current=12, memory=4, past_tasks=3):
+                layer(leaf).square().sum().backward()
+            outside(leaf).square().sum().backward()
+            names = ["all_gather", "all_gather", "all_reduce", "all_gather", "all_reduce"]
+            assert calls == [(name, group) for name in names if needed or name == "all_gather"], calls
+            calls.clear()
+
+
+@case
 def a_group_without_this_rank_is_one_rank() -> None:
     others = [dist.new_group([rank]) for rank in range(RANKS)][1 - dist.get_rank()]
     assert sync.ranks_in(others) == 1 and sync.ranks_in(None) == RANKS
