@@ -11,6 +11,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +193,16 @@ def test_what_pickles_of_arrays_hold_is_read(protocol: int) -> None:
         "labels": [np.int64(3), 7],
         "names": {b"a", b""},
         "extra": bytearray(b"xyz"),
+        "ordered": OrderedDict(b=1, a=2),
+        "list": Calls(list, (1, 2)),
+        "empty": [Calls(list), Calls(set), Calls(bytearray), Calls(bytes)],
     }
-    found = unpickle(pickle.dumps(value, protocol))
-    assert np.array_equal(found.pop("data"), value.pop("data")) and found == value
+    columns = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
+    found = unpickle(pickle.dumps({**value, "columns": columns}, protocol))
+    assert np.array_equal(found.pop("data"), value["data"]) and np.array_equal(found.pop("columns"), columns)
+    assert list(found.pop("ordered").items()) == [("b", 1), ("a", 2)]
+    assert found.pop("list") == [1, 2] and found.pop("empty") == [[], set(), bytearray(), b""]
+    assert found == {key: value[key] for key in ("labels", "names", "extra")}
 
 
 # MNIST's idx, SVHN's mat, STL-10's binaries.

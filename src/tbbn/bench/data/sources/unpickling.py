@@ -78,7 +78,7 @@ class _ArrayUnpickler(pickle.Unpickler):
         self.n_arrays += 1
         if self.n_arrays > _MAX_ARRAYS:
             raise UserError(f"it has more than {_MAX_ARRAYS} arrays")
-        return numpy.empty(0, dtype=numpy.int8)
+        return numpy.empty(0)
 
 
 def _dtype(*arguments: Any) -> Any:
@@ -91,7 +91,7 @@ def _scalar(dtype: Any, content: Any) -> Any:
     import numpy
 
     content = content.encode("latin1") if isinstance(content, str) else content
-    return numpy.frombuffer(content, dtype=dtype, count=1)[0]
+    return numpy.frombuffer(content, dtype=dtype)[0]
 
 
 def _from_buffer(content: Any, dtype: Any, shape: Any, order: Any) -> Any:
