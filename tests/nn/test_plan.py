@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from literal import splits_by_trial
 
 from tbbn.errors import UserError
+from tbbn.nn import plan as plan_module
 from tbbn.nn.plan import Layout, PlanOptions, make_layout, one_group, splits
 from tbbn.nn.sync import RankLayout, RankPlan
 
@@ -284,6 +285,34 @@ def test_a_plan_is_moved_once_and_leaves_numbers_of_rows_as_they_are():
     assert {getattr(elsewhere, name).device.type for name in (*floats, "anchor")} == {"meta"}
     assert (elsewhere.rows, elsewhere.total_variance) == (64, False)
     assert plan.to(torch.device("meta"), DOUBLE) is elsewhere is not plan.to(torch.device("meta"), torch.float32)
+
+
+@pytest.mark.parametrize("where", ["compiled code", "a dispatch mode", "a transform"])
+def test_a_plan_that_is_moved_inside_a_transform_is_not_kept(where, monkeypatch):
+    """Its tensors end with the transform, or are no real ones."""
+    plan = plan_of(Layout(48, 16, 3))
+    with monkeypatch.context() as patch:
+        if where == "compiled code":
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        else:
+            patch.setattr(plan_module, "dispatch_modes" if "mode" in where else "functorch_active", lambda: 1)
+        inside = plan.to(CPU, torch.float32)
+        assert plan.to(CPU, torch.float32) is not inside
+    outside = plan.to(CPU, torch.float32)
+    assert outside is not inside and plan.to(CPU, torch.float32) is outside
+
+
+@pytest.mark.parametrize("where", ["compiled code", "a dispatch mode", "a transform"])
+def test_a_plan_that_is_made_inside_a_transform_is_not_kept(where, monkeypatch):
+    layout = Layout(48, 16, 3)
+    with monkeypatch.context() as patch:
+        if where == "compiled code":
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        else:
+            patch.setattr(plan_module, "dispatch_modes" if "mode" in where else "functorch_active", lambda: 1)
+        inside = layout.plan()
+        assert layout.plan() is not inside and layout._cache == {}
+    assert layout.plan() is layout.plan() is not inside
 
 
 def test_a_layout_says_its_plan_in_double_precision_on_the_cpu_unless_it_is_asked_otherwise():

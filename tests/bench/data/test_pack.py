@@ -25,7 +25,7 @@ from tbbn.bench.data import device
 from tbbn.bench.data.device import place_on_device
 from tbbn.bench.data.loading import found, load
 from tbbn.bench.data.packed import index as packed
-from tbbn.bench.data.packed import shards, stream, workers
+from tbbn.bench.data.packed import shards, stream, workers, writer
 from tbbn.bench.data.packed.index import check_packed, open_packed
 from tbbn.bench.data.packed.pack import pack
 from tbbn.bench.data.packed.shards import run_lengths
@@ -362,6 +362,36 @@ def test_a_name_that_is_no_text_is_packed(tmp_path: Path) -> None:
     os.rename(source / "train/ant/0.png", os.fsencode(source / "train/ant") + b"/\xff.png")
     assert pack(source, out, workers=1).decoded == 15 and pack(source, out, workers=1).decoded == 0
     equal(out, source)
+
+
+def test_a_set_that_another_process_has_finished_meanwhile_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+    pack(source, out, workers=1)
+    before = (out / "index.json").stat().st_ino
+    monkeypatch.setattr(writer, "_up_to_date", lambda *_: None)  # as it was when this one asked
+    assert pack(source, out, workers=1).decoded == 0
+    assert (out / "index.json").stat().st_ino == before
+
+
+def test_a_pack_that_was_killed_before_its_index_writes_only_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write_set(tmp_path / "set"), tmp_path / "out"
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_write_index", killed)
+        with pytest.raises(KeyboardInterrupt):
+            pack(source, out, workers=1, shard_bytes=3 * 192)
+    assert pack(source, out, workers=1, shard_bytes=3 * 192).decoded == 0
+    equal(out, source)
+    (out / "train-00001.u8").unlink()
+    pack(source, out, workers=1, shard_bytes=3 * 192)
+    assert {file.name for file in out.glob("*.json")} == {"index.json", "storage.json"}
 
 
 def test_a_disk_that_is_just_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
