@@ -90,8 +90,7 @@ def _fitted(image: Image, size: int | None) -> Image:
         return image
     width, height = image.size
     shorter = min(width, height)
-    if shorter != size:
-        width, height = int(size * width / shorter), int(size * height / shorter)
-        image = image.resize((width, height), PIL.Image.Resampling.BILINEAR)
+    width, height = int(size * width / shorter), int(size * height / shorter)
+    image = image.resize((width, height), PIL.Image.Resampling.BILINEAR)  # a copy where nothing is to do
     left, top = round((width - size) / 2), round((height - size) / 2)
     return image.crop((left, top, left + size, top + size))
