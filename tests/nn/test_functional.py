@@ -9,7 +9,7 @@ from torch import nn
 
 import tbbn
 from tbbn.errors import UserError
-from tbbn.nn.functional import reference, task_balanced_batch_norm
+from tbbn.nn.functional import averaged, reference, task_balanced_batch_norm, update_average
 from tbbn.nn.plan import Layout, Plan, PlanOptions, make_layout
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64
@@ -406,6 +406,19 @@ def test_saved_for_backward_is_the_input_and_a_little():
             layer(x + offset)
         assert sum(saved.values()) <= 1.05 * x.untyped_storage().nbytes()
         saved.clear()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.7, 1.0, torch.tensor(0.3), torch.tensor(1.0).double()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, DOUBLE])
+def test_a_running_average_moves_by_its_momentum_and_ends_where_it_should(dtype, momentum):
+    running, value = torch.tensor([1e8, -2.0, 0.5], dtype=dtype), torch.tensor([1.0, 3.0, 0.25])
+    wanted = running.double() + (value.double() - running.double()) * float(momentum)
+    before, got = running.clone(), averaged(running, value, momentum)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-6)
+    assert got.dtype == torch.float32 and torch.equal(running, before)
+    update_average(running, value, momentum)
+    assert torch.equal(running, got.to(dtype))
+    torch.testing.assert_close(running.double(), wanted, rtol=0.01 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
 def test_running_statistics_move_together_or_not_at_all():

@@ -14,6 +14,7 @@ from torch import nn
 import tbbn
 from tbbn.errors import UserError
 from tbbn.nn import sync
+from tbbn.nn.plan import make_layout
 
 
 def run_ranks(folder, names):
@@ -76,6 +77,12 @@ def test_a_torch_without_distributed_has_one_rank(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     monkeypatch.delattr(torch.distributed, "is_initialized")
     assert sync.ranks_in(None) == 1
+
+
+def test_a_layout_stays_itself_where_nothing_is_synchronised():
+    layout = make_layout(12, 4, None, 3, None)
+    assert sync.share_counts(layout, {}) is layout
+    assert sync.share_counts(layout, {None: torch.device("cpu")}, [(12, 4)]) is layout  # one process
 
 
 def test_output_statistics_are_not_synchronised():
