@@ -97,11 +97,13 @@ def test_no_row_is_selected_where_none_is_wanted(strategy):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
 def test_rows_of_equal_keys_keep_their_order(dtype):
     labels = torch.randint(0, 4, (300,), generator=gen("many labels"))
+    own = labels.tolist()
     for keys in (torch.zeros(300), torch.randint(0, 3, (300,), generator=gen("few keys"))):
         order, rank = selection.rank_in_class(keys.to(dtype), labels)
-        slow = sorted(range(300), key=lambda i: (labels[i].item(), keys[i].item(), i))
+        values = keys.tolist()
+        slow = sorted(range(300), key=lambda i: (own[i], values[i], i))
         assert order.tolist() == slow
-        assert rank.tolist() == [sum(labels[j] == labels[i] for j in slow[:n]) for n, i in enumerate(slow)]
+        assert rank.tolist() == [sum(own[j] == own[i] for j in slow[:n]) for n, i in enumerate(slow)]
 
 
 def test_entropy_and_herding_are_computed_in_double_precision():
