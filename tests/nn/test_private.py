@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,3 +137,13 @@ def test_any_of_three_makes_a_transform(name, monkeypatch):
     assert private.under_transform() is False
     monkeypatch.setattr(private, name, lambda: 1)
     assert private.under_transform() is True
+
+
+def test_the_tables_of_global_hooks_are_torchs(monkeypatch):
+    module = vars(torch.nn.modules.module)
+    named = [module[name] for name in module if re.fullmatch(r"_global_\w+_hooks", name)]
+    assert len(named) >= 4 and [id(table) for table in private._hook_tables] == [id(table) for table in named]
+    answer = private.FALLBACKS["global_hooks"][1]
+    for tables, wanted in (([], True), ([{}, {}], False), ([{}, {1: print}], True)):  # without tables nobody knows
+        monkeypatch.setattr(private, "_hook_tables", tables)
+        assert answer() == wanted
