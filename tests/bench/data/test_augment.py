@@ -409,6 +409,14 @@ def test_mistakes_are_one_line() -> None:
         augmentation("shift", crop=50).draw(1, generator(), (32, 32))
 
 
+@pytest.mark.parametrize("size", [(32, 32), (20, 32)])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_images_give_no_images(name: str, size: tuple[int, int]) -> None:
+    chosen = augmentation(name, crop=16)
+    images = photographs(2, height=size[0], width=size[1])[:0]
+    assert chosen.apply(images, chosen.draw(0, generator(), size)).shape == (0, 3, 16, 16)
+
+
 @pytest.mark.parametrize("crop", [None, 24])
 @pytest.mark.parametrize("name", NAMES)
 def test_apply_works_where_the_images_are(name: str, crop: int | None) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from tbbn.bench import seeds
@@ -75,3 +78,38 @@ def test_images_on_the_device_need_no_prefetch() -> None:
     assert list(zip(range(3), m.data.prefetch(rows.split(1)), strict=False)) == [(i, []) for i in range(3)]
     batch = m.make_batch(spec, rows, [parameters])
     assert torch.equal(batch.images, expected(m, rows, m.augment, parameters))
+
+
+@pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize(
+    "rows", [[0], [2], [1, 2], [0, 2], [0, 1, 2], [2, 3], [0, 3, 4, 6], [3, 4, 5, 6], list(range(7))], ids=str
+)
+def test_a_part_of_a_batch_has_the_images_of_the_whole(rows: list[int], views: int) -> None:
+    """As where several ranks share a batch; labels and layout are the whole batch's."""
+    if max(rows) > 2 and views == 1:
+        return  # there are three rows
+    m, index = maker(), torch.tensor([[8, 0, 3]])
+    spec = BatchSpec(1, 2, views, past_tasks=2, n_old_classes=2, n_classes=3, has_layout=True)
+    block = m.draw(IndexBlock(index, 1, 2), spec, seeds.generator(0, "draw"))
+    inputs = [p[0] for p in block.parameters]
+    whole, part = (m.make_batch(spec, block.index[0], inputs, r) for r in (None, torch.tensor(rows)))
+    assert torch.equal(part.images, whole.images[rows])
+    assert torch.equal(part.labels, whole.labels) and torch.equal(part.index, whole.index)
+    assert (part.n_current, part.n_memory) == (whole.n_current, whole.n_memory) == (1, 2 * views)
+
+
+def test_what_a_spec_says_of_its_rows() -> None:
+    spec = BatchSpec(5, 2, 3, past_tasks=1, n_old_classes=1, n_classes=2, has_layout=True)
+    assert (spec.layout, spec.base_rows, spec.extra_rows) == ((5, 6), 7, 4)
+    mixed = BatchSpec(5, 2, 1, past_tasks=1, n_old_classes=1, n_classes=2, has_layout=False)
+    assert (mixed.layout, mixed.base_rows, mixed.extra_rows) == ((7, 0), 7, 0)
+
+
+def test_an_evaluated_image_is_its_centre_normalised() -> None:
+    m = maker()
+    for crop in (None, 4):
+        data = replace(m.data, crop=crop)
+        seen = data.evaluation_images(torch.tensor([2, 7]), [])
+        raw = m.data.images[[2, 7]] if crop is None else m.data.images[[2, 7], :, 2:6, 2:6]
+        assert torch.equal(seen, normalise(raw / 255, data.mean, data.std))
+        assert seen.is_contiguous(memory_format=torch.channels_last)

@@ -95,7 +95,8 @@ class Shift:
         rows = top + torch.arange(out_height, device=images.device)  # (N, h)
         columns = torch.arange(out_width, device=images.device)
         columns = left + torch.where(flip > 0, out_width - 1 - columns, columns)  # (N, w)
-        index = (rows.unsqueeze(2) * padded.shape[3] + columns.unsqueeze(1)).view(n, 1, -1).expand(n, channels, -1)
+        index = (rows.unsqueeze(2) * padded.shape[3] + columns.unsqueeze(1)).flatten(1).unsqueeze(1)
+        index = index.expand(n, channels, -1)
         return as_float(padded.flatten(2).gather(2, index).view(n, channels, out_height, out_width))
 
 
@@ -168,7 +169,7 @@ class ResizedCrop:
         # In half precision the error would exceed that of PIL's rounding.
         with torch.autocast(images.device.type, enabled=False):
             rows = images.float().reshape(n, channels * height, width) @ horizontal.transpose(1, 2)
-            return vertical.unsqueeze(1) @ rows.view(n, channels, height, -1)
+            return vertical.unsqueeze(1) @ rows.unflatten(1, (channels, height))
 
 
 @dataclass(frozen=True)
