@@ -173,6 +173,23 @@ def test_batch_renorm(shape, step, on_std):
     close(layer.eval()(x), affine(layer, (x - mean.view(shape)) / sigma.view(shape)))
 
 
+@pytest.mark.parametrize("step", [0, 6000, 20000, 90000])
+@pytest.mark.parametrize("scale", [0.01, 30.0])
+def test_the_corrections_of_batch_renorm_stay_within_their_limits(step, scale):
+    layer, x = make("brn"), data((12, 4, 3, 2)) * scale + 20
+    layer.num_batches_tracked.fill_(step)
+    sigma = (layer.running_var + 1e-5).sqrt()
+    wanted = renormalised(layer, x, layer.running_mean.clone(), sigma, step)[0]
+    close(layer(x), wanted, 1e-5)
+    narrow = make("brn", r_max=1.5, d_max=0.25)
+    narrow.num_batches_tracked.fill_(90000)
+    y = narrow(x)
+    for c in range(4):
+        part, (var, mean) = x[:, c], torch.var_mean(x[:, c], unbiased=False)
+        r, d = (1.5 if scale > 1 else 1 / 1.5), 0.25
+        close(y[:, c], ((part - mean) / (var + 1e-5).sqrt() * r + d) * narrow.weight[c] + narrow.bias[c], 1e-5)
+
+
 def test_batch_renorm_starts_as_batch_norm_and_treats_r_and_d_as_constants():
     layer, plain, x = tbbn.convert(nn.BatchNorm2d(4), "brn"), nn.BatchNorm2d(4), data((12, 4, 3, 2)).float()
     torch.testing.assert_close(layer(x), plain(x))

@@ -124,14 +124,17 @@ def test_a_plan_is_made_once_for_equal_counts_and_shared_by_layers():
     assert single.gather.dtype == torch.float32 and single.to(CPU, torch.float32) is single
 
 
-def test_default_device_does_not_reach_the_plan():
+@pytest.mark.parametrize("options", [{}, {"kind": "weighted"}, *({"case": i} for i in (1, 2, 3, 4))], ids=str)
+def test_default_device_does_not_reach_the_plan(options):
+    ids = torch.tensor([3] * 12 + [0, 1, 2, 0])
     try:
         torch.set_default_device("meta")
-        plan = plan_of(Layout(12, 4, 3))
-        member = Layout(12, 4, 3).membership(CPU, DOUBLE)
+        plans = [plan_of(Layout(12, 4, 3), **options), one_group(5)]
+        members = [Layout(12, 4, 3, task_ids=given).membership(CPU, DOUBLE) for given in (None, ids)]
     finally:
         torch.set_default_device(None)
-    assert plan.gather.is_cpu and plan.scatter.is_cpu and member.is_cpu
+    tensors = [value for plan in plans for value in vars(plan).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) >= 10 and all(tensor.is_cpu for tensor in (*tensors, *members))
 
 
 def test_weighted_plan_gives_each_task_the_same_weight():
