@@ -226,8 +226,7 @@ class SwitchableNorm(AnyDims, AnyBatchNorm):
         if self.training or self.running_mean is None:
             var_bn, mean_bn = torch.var_mean(mean_in, 0, unbiased=False)
             var_bn = var_bn + var_in.mean(0)
-            if self.training:
-                track(self, mean_bn, var_bn, mean_in.shape[0] * pixels)
+            track(self, mean_bn, var_bn, mean_in.shape[0] * pixels)  # in eval mode there is nothing to move
         else:
             mean_bn, var_bn = (t.to(mean_in.dtype) for t in (self.running_mean, cast(Tensor, self.running_var)))
         wm, wv = self.mean_weight.softmax(0), self.var_weight.softmax(0)

@@ -56,9 +56,9 @@ class EndToEnd(Method):
 
     def _losses(self, batch: Batch, output: Output, previous: Output | None, skip: int) -> Losses:
         losses = {"ce": cross_entropy(output.logits, batch.labels)}
-        n_heads = 0 if previous is None else len(previous.task_sizes) - skip
-        if previous is not None and n_heads:
-            pairs = zip(output.heads()[:n_heads], previous.heads()[:n_heads], strict=True)
-            terms = [soft_binary_cross_entropy(new, old, self.temperature) for new, old in pairs]
-            losses["kd"] = self.kd * torch.stack(terms).sum()
-        return losses
+        if previous is None or len(previous.task_sizes) == skip:
+            return losses
+        n_heads = len(previous.task_sizes) - skip
+        pairs = zip(output.heads()[:n_heads], previous.heads()[:n_heads], strict=True)
+        terms = [soft_binary_cross_entropy(new, old, self.temperature) for new, old in pairs]
+        return losses | {"kd": self.kd * torch.stack(terms).sum()}
