@@ -202,6 +202,13 @@ def test_il2m_s_rectification_by_hand(world: Any) -> None:
     assert scores(2.0, [-1.0, 2.0]) == [-2.0, 2.0], "raw outputs may be negative"
 
 
+@pytest.mark.parametrize(("logits", "wanted"), [([1.0, 1.5, 2.0], [2.0, 4.5, 2.0]), ([1.0, 3.0, 2.0], [1.0, 3.0, 2.0])])
+def test_il2m_tells_the_newest_task_from_all_before(logits: list[float], wanted: list[float], world: Any) -> None:
+    state = {"factors": torch.tensor([2.0, 3.0, 1.0])}
+    out = replace(world.output(1, sizes=(1, 1, 1)), logits=torch.tensor([logits]), state=state)
+    assert method("il2m").predict(out)[0].tolist() == wanted
+
+
 def test_il2m_leaves_classes_without_exemplars_and_runs_without_memory_alone(world: Any) -> None:
     il2m = method("il2m")
     context = world.context(il2m, number=1)
@@ -256,19 +263,22 @@ def test_derpp_without_memory_stores_nothing(world: Any) -> None:
 # PODNet and AFC. -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("name", ["podnet", "afc"])
-def test_new_proxies_start_at_cluster_centres_of_the_length_of_old_ones(name: str, world: Any) -> None:
+def test_new_proxies_start_at_cluster_centres_of_the_length_of_old_ones(name: str, number: int, world: Any) -> None:
     chosen = method(name, {"n_proxies": 12})  # as many as images of a class: every image is a centre
-    context = world.context(chosen, number=1)
-    old = context.network.head.weights[0].detach().clone()
+    context = world.context(chosen, number=number)
+    with torch.no_grad():
+        context.network.head.weights[0].mul_(3.0)  # the tasks have proxies of other lengths
+    old = [weight.detach().clone() for weight in context.network.head.weights[:number]]
     chosen.before_task(context)
     assert context.asked == ["proxies"]
-    assert torch.equal(context.network.head.weights[0], old)
-    length = mean([math.hypot(*proxy) for cls in old.tolist() for proxy in cls])
+    assert all(torch.equal(a, b) for a, b in zip(context.network.head.weights, old, strict=False))
+    length = mean([math.hypot(*proxy) for weight in old for cls in weight.tolist() for proxy in cls])
     for i, c in enumerate(context.task.classes):
         rows = context.task.train[world.labels[context.task.train] == c]
         features = F.normalize(context.outputs(rows).features, dim=1) * length
-        distances = torch.cdist(context.network.head.weights[1][i].detach(), features)
+        distances = torch.cdist(context.network.head.weights[number][i].detach(), features)
         assert distances.min(0).values.max() < 1e-3
 
 
@@ -378,21 +388,24 @@ def test_a_fixed_scale_multiplies_lengths_and_is_not_trained(world: Any) -> None
 # LUCIR. --------------------------------------------------------------------------------------------------------------
 
 
-def test_lucir_can_imprint_the_weights_of_new_classes(world: Any) -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_lucir_can_imprint_the_weights_of_new_classes(number: int, world: Any) -> None:
     plain, imprinting = method("lucir"), method("lucir", {"imprint": True})
-    context = world.context(imprinting, number=1)
-    old, drawn = (w.detach().clone() for w in context.network.head.weights)
+    context = world.context(imprinting, number=number)
+    with torch.no_grad():
+        context.network.head.weights[0].mul_(3.0)  # the tasks have weights of other lengths
+    *old, drawn = (w.detach().clone() for w in context.network.head.weights)
     plain.before_task(context)
-    assert torch.equal(context.network.head.weights[1], drawn)
+    assert torch.equal(context.network.head.weights[number], drawn)
     imprinting.before_task(context)
-    assert torch.equal(context.network.head.weights[0], old)
-    length = mean([math.hypot(*w) for w in old.tolist()])
+    assert all(torch.equal(a, b) for a, b in zip(context.network.head.weights, old, strict=False))
+    length = mean([math.hypot(*w) for weight in old for w in weight.tolist()])
     for i, c in enumerate(context.task.classes):
         rows = context.task.train[world.labels[context.task.train] == c]
         units = [[v / math.hypot(*f) for v in f] for f in context.outputs(rows).features.tolist()]
         middle = [mean(list(column)) for column in zip(*units, strict=True)]
         want = [length * v / math.hypot(*middle) for v in middle]
-        assert context.network.head.weights[1][i].tolist() == pytest.approx(want, abs=1e-5)
+        assert context.network.head.weights[number][i].tolist() == pytest.approx(want, abs=1e-5)
     first = world.context(imprinting)
     before = first.network.head.weights[0].detach().clone()
     imprinting.before_task(first)

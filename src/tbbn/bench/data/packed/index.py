@@ -80,7 +80,7 @@ class PackedImages:
         into, wanted = out.flatten(1).numpy(), rows.numpy()
         shards = self._starts.searchsorted(wanted, "right") - 1
         inside = wanted - self._starts[shards]
-        for i, (shard, row) in enumerate(zip(shards.tolist(), inside.tolist(), strict=True)):
+        for i, (shard, row) in enumerate(zip(shards, inside, strict=True)):
             into[i] = self._map(shard)[row]
 
     def to(self, device: torch.device | str) -> Tensor:
