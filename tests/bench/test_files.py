@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import filelock
 import pytest
 
 from tbbn.bench import files
@@ -118,6 +119,38 @@ def test_a_folder_is_held_within_one_process_too(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_is_asked_for_once_or_until_it_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locks: list[filelock.BaseFileLock] = []
+    real = filelock.FileLock
+
+    def watched(file: Path, timeout: float) -> filelock.BaseFileLock:
+        locks.append(real(file, timeout))
+        return locks[-1]
+
+    monkeypatch.setattr(filelock, "FileLock", watched)
+    for wait in (False, True):
+        with locked(tmp_path, wait=wait):
+            assert locks[-1].is_locked
+        assert not locks[-1].is_locked, "it does not wait for the garbage collector"
+    with pytest.raises(KeyError), locked(tmp_path):
+        raise KeyError
+    assert [lock.timeout for lock in locks] == [0, -1, 0], "in seconds; below 0 without end"
+    assert not locks[-1].is_locked
+
+
+def test_folders_made_on_the_way_are_removed_where_the_last_one_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, **_: object) -> None:
+        os.makedirs(self.parent)
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(OSError, match="No space left"), locked(tmp_path / "a" / "b"):
+        raise AssertionError("entered")
+    assert not names(tmp_path)
+
+
 def test_only_temporary_files_are_swept_up(tmp_path: Path) -> None:
     kept = {".lock", "a.123.0a1b2c3d", ".a.123", ".a.b.0a1b2c3d", ".hidden"}
     left = {files.temporary_path(tmp_path / name).name for name in ("a", "b.json")}
@@ -134,7 +167,7 @@ def test_a_folder_nothing_was_put_into_is_removed_again(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     with locked(tmp_path / "mine"):
         pass
-    assert (tmp_path / "mine").is_dir()
+    assert names(tmp_path / "mine") == {".lock"}, "a folder that was there before stays as it is"
     with locked(tmp_path / "c"):
         write_atomic(tmp_path / "c" / "file", b"")
     assert names(tmp_path / "c") == {".lock", "file"}
@@ -280,8 +313,9 @@ def test_only_what_dead_processes_left_beside_a_folder_is_removed(tmp_path: Path
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     alive, dead = f".place-new-{os.getppid()}", {f".place-new-{ended.pid}", ".place-new-x", ".place-new-" + "9" * 30}
-    others = {".other-new-x", "place-new-x"}
-    for name in {alive, *dead, *others}:
+    others = {".other-new-x", "place-new-x", ".place-new-file"}  # the last one is no folder
+    (tmp_path / ".place-new-file").touch()
+    for name in {alive, *dead, *others} - {".place-new-file"}:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     with folder_writer(tmp_path / "place"):

@@ -63,7 +63,8 @@ def run_in_pieces(config: RunConfig, directory: Path, pauses: Iterable[int]) -> 
         places.add(tuple(saved[0]["position"].values()))
     assert record.status == "finished"
     resumed = Run(config)
-    assert state.load(resumed, directory)
+    state.load(resumed, directory)
+    assert resumed.position.task == len(record.accuracy)
     resumed.record = record
     return resumed, len(places)
 

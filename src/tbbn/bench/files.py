@@ -77,7 +77,7 @@ def remove_leftovers(folder: Path) -> None:
     """Delete the temporary files of killed processes. Nobody else may be writing there: call it with the folder locked."""
     for path in folder.glob(".*"):
         if is_leftover(path):
-            path.unlink(missing_ok=True)
+            path.unlink()
 
 
 class FolderInUse(UserError):
@@ -112,7 +112,7 @@ def folder_writer(place: Path) -> Iterator[Path]:
 
 def _exchange(a: Path, b: Path) -> None:
     """Let two folders change places at one instant; where the system cannot, a kill in between leaves only the other name."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None)
     here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
     if hasattr(libc, "renameat2") and libc.renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0:
         return

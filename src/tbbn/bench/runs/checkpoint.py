@@ -33,7 +33,6 @@ def task_file(task: int) -> str:
 
 def save(directory: Path, state: dict[str, Any], tensors: Mapping[str, Tensor], keep_as: str = "") -> None:
     """Write a checkpoint, and keep the one before it. With ``keep_as``, also keep this one under that name."""
-    directory.mkdir(parents=True, exist_ok=True)
     # On disk before the older ones move: a full disk or a kill leaves at least one readable checkpoint.
     write_atomic(directory / ARRIVING, encode(state, tensors))
     if keep_as:
@@ -78,8 +77,8 @@ def load(directory: Path, *, repair: bool = False) -> tuple[dict[str, Any], dict
             except UserError as error:
                 problems.append(str(error))
             else:
-                if repair and name != NEWEST:
-                    os.replace(directory / name, directory / NEWEST)
+                if repair:
+                    os.replace(directory / name, directory / NEWEST)  # the newest itself stays as it is
                 return found
     if problems:
         raise UserError(" ".join(problems) + " Delete the folder of the run to start again.")

@@ -85,10 +85,9 @@ def _problem(
 
 def _position_problem(position: Position, own: Record, totals: list[dict[str, Any]]) -> str:
     """Whether the epochs and steps that were counted lead to the position."""
-    last = own.history[-1] if own.history else {"task": -1, "epoch": -1}
-    epochs = last["epoch"] + 1 if last["task"] == position.task else 0
-    begins_phase = position.epoch == 0 and (position.phase > 0) == (epochs > 0)
-    if not begins_phase and epochs != position.epoch:
+    epochs = max((entry["epoch"] + 1 for entry in own.history[-1:] if entry["task"] == position.task), default=0)
+    begins_phase = position.epoch == 0 and position.phase > 0
+    if epochs != position.epoch and not begins_phase:
         return f"its history has {epochs} epochs of the phase, but it is at epoch {position.epoch + 1}."
     steps = sum(entry["count"] for entry in totals)
     return "" if steps == position.step else f"it counted {steps} steps of the epoch, but is at step {position.step}."
@@ -124,19 +123,19 @@ def evaluated(
     is_wanted: bool,
 ) -> Iterator[Finding]:
     """Evaluate every saved network again, and compare predictions and task-IL accuracy."""
-    networks: dict[int, State] = {}
+    networks: dict[int, State] = {}  # by the number of tasks learnt
     for values, tensors in states.values():
         position = Position(**values["position"])
-        if position == Position(position.task) and 0 < position.task <= len(record.accuracy):
-            networks[position.task - 1] = values, tensors
+        if position == Position(position.task):
+            networks[position.task] = values, tensors
     why = without_plugins(record.run_config) or ("" if is_wanted else "--no-evaluation")
     config = same_place(record)
     for t in range(len(record.accuracy)):
         subject = f"evaluation after task {t + 1}"
-        if why or t not in networks:
+        if why or t + 1 not in networks:
             yield Finding(subject, not_checked=why or "the network after this task is not saved")
         else:
-            problem = _evaluation_problem(t, record, config, source, scenario, predictions[f"task{t}"], networks[t])
+            problem = _evaluation_problem(t, record, config, source, scenario, predictions[f"task{t}"], networks[t + 1])
             yield Finding(subject, problem)
 
 
@@ -150,7 +149,7 @@ def _evaluation_problem(
         network = setup.make_network(config, method, source, device)
         weights = {name: tensor.to(device) for name, tensor in checkpoint.section(state[1], "network").items()}
         network.restore(weights, state[0]["task_sizes"])
-        result = evaluate(scenario.tasks[t], config, scenario, method, network.eval(), test_data)
+        result = evaluate(scenario.tasks[t], config, scenario, method, network, test_data)
     why = explanation(record, here)
     tolerated = ROUNDING if why else 0.0
     again = result.predictions
@@ -159,5 +158,6 @@ def _evaluation_problem(
         return f"{100 * differing:.3g} % of the saved network's predictions differ from the stored ones. {why}".rstrip()
     apart = max(abs(a - b) for a, b in zip(result.task_il, record.task_il[t], strict=True))
     if apart > tolerated:
-        return f"task-IL accuracy: the record says {record.task_il[t]}, the saved network gives {result.task_il}. {why}"
+        said = f"task-IL accuracy: the record says {record.task_il[t]}, the saved network gives {result.task_il}. {why}"
+        return said.rstrip()
     return ""

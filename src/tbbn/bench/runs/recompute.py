@@ -92,7 +92,7 @@ def _epochs(record: Record, method: Method, exemplars: list[int]) -> Finding:
     """Whether the history has an entry with the right learning rate for every epoch; of the next task, for the first ones."""
     config, wanted = record.run_config, []
     for task in range(len(record.accuracy) + 1):
-        rows = torch.zeros(exemplars[task - 1] if task else 0, dtype=torch.int64)
+        rows = torch.arange(exemplars[task - 1] if task else 0)
         context = _Beginning(task, replace(memory_of(config), index=rows))
         try:
             phases = method.phases(cast(TaskContext, context))
@@ -121,7 +121,7 @@ def results(record: Record, scenario: Scenario, predictions: Mapping[str, Tensor
     for t, task in enumerate(scenario.tasks[: len(record.accuracy)]):
         after = f"after task {t + 1}"
         rows = [evaluated_rows(record.run_config, task) for task in scenario.tasks[: t + 1]]
-        labels, predicted = scenario.test_labels[torch.cat(rows)], predictions[f"task{t}"].long()
+        labels, predicted = scenario.test_labels[torch.cat(rows)], predictions[f"task{t}"]
         if len(labels) != len(predicted):
             yield Finding(f"accuracy {after}", f"{len(predicted)} predictions for {len(labels)} test images.")
             continue

@@ -69,7 +69,7 @@ def trained(record: Record, network: Network) -> TrainedNetwork:
     facts = record.data
     if not facts:  # from a version that did not write them
         facts = data_facts(config, load_source(config, download=False))
-    plain = copy.deepcopy(network).cpu().eval().requires_grad_(False)
+    plain = copy.deepcopy(network).cpu().requires_grad_(False)
     with suppress(UserError):  # a norm that is not batch norm in eval mode stays what it is
         revert(plain)
     classes = [facts["classes"][i] for i in record.class_order[: plain.n_classes]]

@@ -41,7 +41,7 @@ def verify(directory: Path, *, evaluate: bool = True) -> list[Finding]:
     try:
         tree = json.loads(files.record)
         record = record_from(tree, RECORD)
-        findings.append(_config(directory / CONFIG, record, tree.get("config_sha256", "")))
+        findings.append(_config(directory / CONFIG, record, tree.get("config_sha256")))
         findings += _contents(record, files, tree.get("metrics", {}), evaluate)
     except Exception as error:
         if isinstance(error, UserError) and not any(finding.problem for finding in findings):
@@ -83,7 +83,7 @@ def _read(directory: Path) -> _Files:
             return files
 
 
-def _config(file: Path, record: Record, digest: str) -> Finding:
+def _config(file: Path, record: Record, digest: Any) -> Finding:
     try:
         found = to_dict(resolve((str(file), read_toml(file))))
     except UserError as error:
