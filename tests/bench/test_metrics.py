@@ -158,7 +158,18 @@ def test_error_types_by_hand() -> None:
     assert counts == {"C->C": 1, "C->P": 2, "P->C": 2, "P->P": 1}
 
 
-@pytest.mark.parametrize("metric", [metrics.summary, metrics.forgetting, metrics.final_accuracy])
+@pytest.mark.parametrize(
+    "metric",
+    [
+        metrics.summary,
+        metrics.final_accuracy,
+        metrics.average_accuracy,
+        metrics.forgetting,
+        metrics.forgetting_past,
+        metrics.learning_accuracy,
+        metrics.backward_transfer,
+    ],
+)
 def test_a_matrix_that_is_not_triangular_is_refused(metric) -> None:
     with pytest.raises(UserError, match=r"row 1 must have 2 entries \(tasks 0 to 1\), got 1"):
         metric([[0.5], [0.5]])
@@ -170,8 +181,9 @@ def test_a_matrix_that_is_not_triangular_is_refused(metric) -> None:
 
 @pytest.mark.parametrize("weights", [[1, 2], [1, 0, 1], [1, 1, -1]])
 def test_weights_must_be_one_positive_number_a_task(weights: list[int]) -> None:
-    with pytest.raises(UserError, match="weights must be 3 positive numbers"):
-        metrics.final_accuracy(EXAMPLE, weights)
+    for metric in (metrics.final_accuracy, metrics.average_accuracy):
+        with pytest.raises(UserError, match="weights must be 3 positive numbers"):
+            metric(EXAMPLE, weights)
 
 
 def test_error_types_refuse_what_does_not_fit() -> None:

@@ -115,8 +115,8 @@ def forgetting_past(accuracy: Matrix) -> float:
     >>> forgetting_past([[1.0], [0.25, 0.5]])
     0.75
     """
-    n_past = len(accuracy) - 1
-    return forgetting(accuracy) * len(accuracy) / n_past if n_past > 0 else 0.0
+    mean_of_all, n_past = forgetting(accuracy), len(accuracy) - 1
+    return mean_of_all * len(accuracy) / n_past if n_past else 0.0
 
 
 def learning_accuracy(accuracy: Matrix) -> float:

@@ -228,6 +228,21 @@ def test_a_lane_must_raise_the_speed_by_more_than_five_percent() -> None:
     assert growth([1.0, 1.051, 1.06]).n == 3
 
 
+def test_a_lane_that_brought_no_gain_is_measured_once_more_and_no_more() -> None:
+    now, growing = 0.0, []
+    found = LaneTuner(8, clock=lambda: now)
+    for measured in range(5):  # the same speed, whatever the number of lanes
+        lanes = found.n
+        for _ in range(2):  # the first epoch is not measured
+            now += 2.0 * lanes
+            for lane in range(lanes):
+                found.observe(lane, Stepped(Position(), "train", 1, 1, 10))
+            for lane in range(lanes):
+                found.observe(lane, EpochEnded(Position(), "train", 1, {}, None))
+        growing.append((measured, found.n, found.is_growing))
+    assert growing[:3] == [(0, 2, True), (1, 2, True), (2, 2, False)] and found.n_measured == 2
+
+
 def test_a_measurement_lasts_a_second_and_an_epoch_of_every_lane() -> None:
     now = 0.0
     found = LaneTuner(8, clock=lambda: now)

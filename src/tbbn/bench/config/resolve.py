@@ -29,15 +29,8 @@ def resolve(*layers: Layer | Values, **settings: Any) -> RunConfig:
     'eeil + bn'
     """
     values, _ = merge(*layers, settings)
-    below = implied(
-        values.get("protocol", "clean"),
-        values.get("data.name", "digits"),
-        values.get("norm.name", "bn"),
-        values.get("method.name", "ft"),
-        values.get("quirks", ()),
-        values.get("data.online", False),
-        values.get("train.optimizer", "sgd"),
-    )
+    deciding = ("protocol", "data.name", "norm.name", "method.name", "quirks", "data.online", "train.optimizer")
+    below = implied(*(values.get(key, SETTINGS[key].default) for key in deciding))
     return complete(_build({**below, **values}))
 
 
@@ -229,7 +222,7 @@ def _typed(kind: Any, value: Any) -> Any:
 def _check_limits(setting: Setting, value: Any, prefix: str) -> None:
     if problem := setting.problem(value):
         wrong = [v for v in (value if isinstance(value, tuple) else (value,)) if v not in setting.choices]
-        hint = did_you_mean(wrong[0], setting.choices) if setting.choices and len(wrong[0]) < _LONGEST else ""
+        hint = did_you_mean(wrong[0], setting.choices) if setting.choices else ""
         shown = _shown(list(value) if isinstance(value, tuple) else value)
         raise UserError(f"{prefix}{setting.name} {problem}, got {shown}.{hint}")
 

@@ -7,6 +7,7 @@ there. There are no threads, so no locks, and no two graph captures at a time.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -172,8 +173,8 @@ class LaneTuner:
         self._restart()
 
     def _restart(self) -> None:
-        self.enqueued: dict[int, int] = {}  # steps of each lane since its last epoch ended
-        self.epochs: dict[int, int] = {}  # epochs each lane has finished
+        self.enqueued: Counter[int] = Counter()  # steps of each lane since its last epoch ended
+        self.epochs: Counter[int] = Counter()  # epochs each lane has finished
         self.started: float | None = None
         self.steps = 0
 
@@ -184,16 +185,16 @@ class LaneTuner:
         if event is None:
             self._restart()
         elif isinstance(event, Stepped):
-            self.enqueued[lane] = self.enqueued.get(lane, 0) + 1
+            self.enqueued[lane] += 1
         elif isinstance(event, EpochEnded):
-            done, self.enqueued[lane] = self.enqueued.get(lane, 0), 0
-            self.epochs[lane] = self.epochs.get(lane, 0) + 1
+            done, self.enqueued[lane] = self.enqueued[lane], 0
+            self.epochs[lane] += 1
             now = self.clock()
             if self.started is not None:
                 self.steps += done
                 self._decide(now - self.started)
             elif len(self.epochs) >= self.n:
-                self.started, self.epochs = now, dict.fromkeys(self.epochs, 0)
+                self.started, self.epochs = now, Counter(dict.fromkeys(self.epochs, 0))
 
     def _decide(self, seconds: float) -> None:
         if min(self.epochs.values()) < 1 or seconds < 1.0:

@@ -48,7 +48,7 @@ def shufflenet_v2(in_channels: int, last_relu: bool) -> Backbone:
     """ShuffleNet-V2 x1.0 (Ma et al., 2018): strides 8, 16 and 32; 1024 features."""
     from tbbn.bench.vision import torchvision
 
-    net = torchvision().models.shufflenet_v2_x1_0(weights=None)
+    net = torchvision().models.shufflenet_v2_x1_0()
     stem = nn.Sequential(net.conv1, net.maxpool)
     _first_conv(stem, in_channels)
     conv, norm, _ = net.conv5
@@ -60,7 +60,7 @@ def mobilenet_v2(in_channels: int, last_relu: bool) -> Backbone:
     """MobileNet-V2 (Sandler et al., 2018): strides 4, 8, 16 and 32; 1280 features."""
     from tbbn.bench.vision import torchvision
 
-    blocks = list(torchvision().models.mobilenet_v2(weights=None).features)
+    blocks = list(torchvision().models.mobilenet_v2().features)
     stem = nn.Sequential(*blocks[:2])
     _first_conv(stem, in_channels)
     conv, norm, _ = blocks[18]
@@ -77,7 +77,7 @@ def mnasnet_05(in_channels: int, last_relu: bool) -> Backbone:
     """
     from tbbn.bench.vision import torchvision
 
-    layers = list(torchvision().models.mnasnet0_5(weights=None).layers)
+    layers = list(torchvision().models.mnasnet0_5().layers)
     stem = nn.Sequential(*layers[:8])
     _first_conv(stem, in_channels)
     conv, norm = layers[14:16]

@@ -25,9 +25,9 @@ def inline_svg(panel: Panel, name: str) -> str:
     written = BytesIO()
     with matplotlib().rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # characters missing from matplotlib's font; the reader's may have them
-        panel.figure().savefig(written, format="svg", transparent=True, metadata={"Date": None})
+        panel.figure().savefig(written, format="svg", transparent=True)
     root = ElementTree.fromstring(written.getvalue())
-    for unwanted in [child for child in root if child.tag == f"{{{_SVG}}}metadata"]:
+    for unwanted in [child for child in root if child.tag == f"{{{_SVG}}}metadata"]:  # the date among it
         root.remove(unwanted)
     for element in root.iter():
         _adapt(element, name)
