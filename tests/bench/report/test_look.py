@@ -150,6 +150,19 @@ def test_a_band_of_gains_or_of_forgetting_stays_within_100_points() -> None:
     assert [p.title for p in forgetting_panels(groups(records))] == ["digits"]
 
 
+def test_figures_do_not_follow_the_readers_own_settings_of_matplotlib() -> None:
+    import matplotlib
+
+    own = {"image.cmap": "gray", "lines.linewidth": 9, "lines.markersize": 9, "legend.frameon": True, "grid.alpha": 1}
+    own |= {"patch.linewidth": 9, "hatch.linewidth": 9, "savefig.dpi": 50, "figure.dpi": 50, "font.size": 20}
+    with matplotlib.rc_context(own):
+        test_text_has_the_same_sizes_in_all_figures("accuracy")
+        test_curves_have_a_grid_whole_tasks_and_thin_lines_with_small_markers()
+        test_numbers_of_a_heat_map_can_be_read_on_their_colours()
+        (axes,) = shown([record(UP)], "matrix")
+        assert axes.collections[0].get_linewidth() == 0
+
+
 def test_numbers_of_a_heat_map_can_be_read_on_their_colours() -> None:
     (axes,) = shown([record([[0.1], [0.97, 0.3]])], "matrix")
     cells = {text.get_position(): (text.get_text(), text.get_color()) for text in axes.texts}

@@ -22,7 +22,7 @@ from tbbn.bench.report.groups import groups
 from tbbn.bench.report.page import Page, Section, html, page, write_files
 from tbbn.bench.report.settings import differences_table
 from tbbn.bench.report.table import FORMATS, Table
-from tbbn.bench.report.tables import accuracy_table, metrics_table, summary_table
+from tbbn.bench.report.tables import accuracy_table, blocks_table, metrics_table, summary_table
 
 HERE = Path(__file__).parent
 ENVIRONMENTS: tuple[dict[str, Any], ...] = (
@@ -176,6 +176,19 @@ def test_the_settings_of_most_runs_are_not_listed_run_by_run() -> None:
     assert rows(5, 4)["0.5"] == "the other 5" and rows(4, 1)["0.5"].count(",") == 3
     assert rows(5, 5)["0.5"].count(",") == 4, "five of ten are not most"
     assert list(rows(5, 4)) == ["0.25", "0.5"], "rare ones first"
+
+
+def test_means_that_are_printed_alike_are_best_together() -> None:
+    # 50.01 and 50.04 are 50.0; 50.06 is 50.1.
+    def best(*percent: float) -> set[int]:
+        norms = ("bn", "tbbn", "gn", "in")
+        made = [record([[p / 100]], norm__name=norm) for p, norm in zip(percent, norms, strict=False)]
+        return {row for row, column in blocks_table(made, ("final_accuracy",)).bold}
+
+    assert best(50.01, 50.04, 49.9) == {0, 1} and best(50.04, 50.06) == {1}
+    assert best(50.0) == set() and best(50.0, 50.0, 50.0) == {0, 1, 2}
+    low = [record([[1.0], [a, 1.0]], norm__name=norm) for a, norm in ((0.5, "bn"), (0.9, "tbbn"))]
+    assert {row for row, _ in blocks_table(low, ("forgetting",)).bold} == {1}, "less is better"
 
 
 def test_lines_of_curves_differ_in_these_dashes() -> None:

@@ -18,7 +18,7 @@ from tbbn.accelerators.graphs import CapturedFunction
 from tbbn.bench.data.batches import BatchMaker, BatchSpec
 from tbbn.bench.data.types import Batch
 from tbbn.bench.engine.forward import TrainingForward, WorkingCopies, autocast
-from tbbn.bench.engine.ranks import ALONE, Ranks
+from tbbn.bench.engine.ranks import Ranks
 from tbbn.bench.methods import Losses
 from tbbn.bench.models import Network, Output
 from tbbn.errors import UserError
@@ -49,12 +49,12 @@ class Step:
     parameters: list[nn.Parameter]
     spec: BatchSpec
     forward: TrainingForward
-    clip_norm: float = 0.0
-    clip_value: float = 0.0
-    precision: str = "fp32"
-    captured: bool = False  # as a CUDA graph
-    ranks: Ranks = ALONE
-    needs_stages: bool = True  # whether the loss uses the maps of the stages
+    clip_norm: float  # 0: no limit
+    clip_value: float  # 0: no limit
+    precision: str
+    captured: bool  # as a CUDA graph
+    ranks: Ranks
+    needs_stages: bool  # whether the loss uses the maps of the stages
 
     def __post_init__(self) -> None:
         device = self.maker.data.labels.device
@@ -85,7 +85,7 @@ class Step:
         if names != self.names:
             self.names, self.totals = names, torch.zeros(len(names), device=self.totals.device)
         total = reduce(torch.add, terms.values())
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         total.backward()
         if self.working is not None:
             self.working.copy_gradients_back()
@@ -95,7 +95,7 @@ class Step:
         if self.clip_norm:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.optimizer.step()
-        self.totals += torch.stack([*terms.values(), total]).detach().float()
+        self.totals += torch.stack([*terms.values(), total]).detach()
         # The sum of losses stays non-finite once it is. x - x == 0 tests this with two launches, isfinite takes four.
         sum_of_losses = self.totals[-1]
         self.finite_steps += sum_of_losses - sum_of_losses == 0

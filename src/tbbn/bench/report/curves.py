@@ -81,9 +81,11 @@ def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limi
         runs = [numbers(record.accuracy) for record in group.drawn]
         if columns := list(zip(*runs, strict=False)):
             curves[group.label] = _curve(group.norm, columns, statistics.stdev, limits, look.of(group), first)
+    if not curves:
+        return []
     shown = [group for group in groups if group.label in curves]
     draw = partial(_draw, ylabel=ylabel, reach=_reach(list(curves.values()), limits))
-    if 0 < len(shown) <= FEW:
+    if len(shown) <= FEW:
         named = [replace(c, label=f"{g.label}{c.label.removeprefix(g.norm)}") for g in shown for c in [curves[g.label]]]
         data = ", ".join(dict.fromkeys(group.config.data.name for group in shown))
         return [Panel(data, partial(draw, curves=named), *ALONE)]
@@ -108,6 +110,8 @@ def gain_panels(pairs: Sequence[Pair]) -> list[Panel]:
         columns = pair.differences(accuracy_after)
         curve = _curve(pair.other.norm, columns, _standard_error, (-100, 100), look.of(pair.other), 1)
         together.setdefault(pair.base.label, []).append(curve)
+    if not together:
+        return []
     reach = _reach([curve for curves in together.values() for curve in curves], (-100, 100))
     draw = partial(_draw, ylabel="difference (points)", reach=reach, zero=True)
     panels = []
@@ -123,8 +127,8 @@ def _standard_error(values: Sequence[float]) -> float:
 
 def _reach(curves: Sequence[Curve], limits: Limits) -> Limits:
     """The range that holds all curves with their bands, and some air: the same for all panels, so they can be compared."""
-    low = min((value for curve in curves for value in curve.low), default=0.0)
-    high = max((value for curve in curves for value in curve.high), default=0.0)
+    low = min(value for curve in curves for value in curve.low)
+    high = max(value for curve in curves for value in curve.high)
     air = 0.05 * (high - low) + 0.5
     return max(limits[0] - 1, low - air), min(limits[1] + 1, high + air)
 

@@ -19,7 +19,7 @@ def differences_table(groups: Sequence[Group]) -> Table:
     trees = _settings(groups)
     rows = []
     for name in sorted({name for tree in trees.values() for name in tree}):
-        values = _by_value((setup, tree.get(name)) for setup, tree in trees.items())
+        values = _by_value((setup, tree[name]) for setup, tree in trees.items())
         rows += _value_rows(name, values, len(trees)) if len(values) > 1 else []
     return Table(("setting", "value", "runs"), tuple(rows), align="lll", caption="Settings that differ between runs.")
 
@@ -27,7 +27,7 @@ def differences_table(groups: Sequence[Group]) -> Table:
 def common_table(groups: Sequence[Group]) -> Table:
     """Settings that all runs share."""
     trees = list(_settings(groups).values())
-    shared = [(k, str(v)) for k, v in sorted(trees[0].items()) if all(k in t and t[k] == v for t in trees)]
+    shared = [(k, str(v)) for k, v in sorted(trees[0].items()) if all(t[k] == v for t in trees)]
     return Table(("setting", "value"), tuple(shared), align="ll", caption="Settings that all runs share.")
 
 
@@ -61,7 +61,7 @@ def _plugins(record: Record) -> dict[str, str]:
 def _by_value(entries: Iterable[tuple[str, Any]]) -> dict[str, list[str]]:
     values: dict[str, list[str]] = {}
     for label, value in entries:
-        values.setdefault("-" if value is None else str(value), []).append(label)
+        values.setdefault(str(value), []).append(label)
     return values
 
 
