@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from records import record
@@ -17,7 +18,7 @@ import tbbn
 from tbbn.bench.engine.record import Record
 from tbbn.bench.report.curves import accuracy_panels
 from tbbn.bench.report.export import runs_csv, runs_json
-from tbbn.bench.report.figures import LINES
+from tbbn.bench.report.figures import LINES, Panel
 from tbbn.bench.report.groups import groups
 from tbbn.bench.report.page import Page, Section, html, page, write_files
 from tbbn.bench.report.settings import differences_table
@@ -80,6 +81,27 @@ def described(table: Table) -> list[str]:
     return [*lines, table.render("text")]
 
 
+def drawn(panel: Panel) -> list[str]:
+    """What a picture shows, in words: its axes, curves, bands, bars and numbers."""
+    axes = panel.figure().axes[0]
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    ends = f"x {axes.get_xlabel()!r}, y {axes.get_ylabel()!r} from {low:.2f} to {high:.2f}"
+    lines = [f"picture {panel.width} x {panel.height}: {axes.get_title()!r}, {ends}"]
+    for line in axes.lines:
+        points = ", ".join(f"{x:g} {y:.2f}" for x, y in zip(*line.get_data(), strict=True))
+        name = "" if line.get_label().startswith("_") else f" {line.get_label()}"
+        lines.append(f"  curve{name}: {points} ({line.get_color()} {line.get_marker()})")
+    for band in axes.collections[: len(axes.lines)]:
+        extent = band.get_paths()[0].get_extents()
+        lines.append(f"  band {extent.x0:g} to {extent.x1:g}, {extent.y0:.2f} to {extent.y1:.2f}")
+    for bars in axes.containers:
+        widths = ", ".join(f"{bar.get_x():g} + {bar.get_width():g}" for bar in bars)
+        lines.append(f"  bars {bars.get_label()}: {widths}; up to {right:g}")
+    if axes.texts:
+        lines.append("  numbers " + ", ".join(f"{text.get_position()} {text.get_text()}" for text in axes.texts))
+    return lines
+
+
 def made_page(runs: dict[Path, Record]) -> Page:
     """The page, with the first four of the many settings that all runs share: these change with every new one."""
     shown = page(runs)
@@ -96,7 +118,7 @@ def whole() -> str:
     lines = [f"{shown.title}: {shown.runs} runs"]
     for section in shown.sections:
         lines += ["", f"# {section.name}: {section.title}", section.line]
-        lines += [f"picture {p.width} x {p.height}: {p.title}" for p in section.panels]
+        lines += [line for panel in section.panels for line in drawn(panel)]
         for table in section.tables:
             lines += ["", *described(table)]
         for table in section.folded:
@@ -122,7 +144,8 @@ def whole() -> str:
 
 def whole_html() -> str:
     runs = {Path(f"runs/{i}"): found for i, found in enumerate(records())}
-    text = re.sub(r"<svg.*?</svg>", "[picture]", html(made_page(runs)), flags=re.DOTALL)
+    with mock.patch("tbbn.bench.report.page.inline_svg", lambda panel, name: f"<svg>{name}: {panel.title}</svg>"):
+        text = html(made_page(runs))
     return re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL).replace(tbbn.__version__, "VERSION")
 
 
@@ -153,7 +176,6 @@ def test_sections_of_the_caller_stand_in_their_places_and_empty_ones_are_left_ou
     assert names == [
         "results", "asked", "accuracy", "forgetting", "matrix", "errors", "tables", "cost", "settings", "environment", "runs",
     ]  # fmt: skip
-    assert "Empty" not in html(shown) and "Asked" in html(shown)
     folder = tmp_path / "a" / "b"
     written = write_files(Page("t", 1, given), folder)
     wanted = [f"tables.{s}" for s in ("svg", "png", "tex", "csv")]
