@@ -84,7 +84,7 @@ def described(table: Table) -> list[str]:
 def drawn(panel: Panel) -> list[str]:
     """What a picture shows, in words: its axes, curves, bands, bars and numbers."""
     axes = panel.figure().axes[0]
-    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    (_, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     ends = f"x {axes.get_xlabel()!r}, y {axes.get_ylabel()!r} from {low:.2f} to {high:.2f}"
     lines = [f"picture {panel.width} x {panel.height}: {axes.get_title()!r}, {ends}"]
     for line in axes.lines:
