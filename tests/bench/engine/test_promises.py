@@ -31,7 +31,9 @@ from tbbn.bench.engine.step import describe_divergence, read_totals
         {"data__base_classes": 4, "memory__budget": 20},
         {"method__name": "bic", "method__correction_epochs": 1, "memory__budget": 40},
         {"method__name": "bic", "method__correction_epochs": 1, "memory__budget": 12, "data__validation": 0.25},
+        {"method__name": "bic", "method__correction_epochs": 1, "memory__budget": 6},  # all that is kept is held out
         {"method__name": "joint"},
+        {"method__name": "joint", "data__online": True},
         {"memory__budget": 3, "memory__per_class": True},
         {"memory__budget": 0},
         {"data__online": True, "memory__budget": 30},

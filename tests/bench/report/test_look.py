@@ -226,6 +226,11 @@ def test_a_picture_has_200_dots_an_inch_and_100_in_a_notebook(tmp_path: Path) ->
     assert struct.unpack(">II", made._repr_png_()[16:24]) == (300, 200)  # type: ignore[attr-defined]
 
 
+def test_panels_are_laid_out_so_that_nothing_overlaps() -> None:
+    made = figure_of([Panel("x", lambda axes: None)] * 2)
+    assert type(made.get_layout_engine()).__name__ == "ConstrainedLayoutEngine"
+
+
 def test_a_figure_of_nothing_says_so() -> None:
     made = figure_of([])
     (axes,) = made.axes

@@ -90,7 +90,7 @@ def _main_phase_rows(method: Method, new: list[int], kept: list[float]) -> tuple
     if not share or not kept:
         return sum(new), round(sum(kept))
     held = max(1, round(share * sum(kept) / len(kept)))  # of each class
-    return sum(n - min(held, n) for n in new), round(sum(n - min(held, n) for n in kept))
+    return sum(max(0, n - held) for n in new), round(sum(max(0, n - held) for n in kept))
 
 
 def _exemplars(store: ExemplarMemory, class_sizes: list[int]) -> list[float]:

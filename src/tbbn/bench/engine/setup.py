@@ -232,7 +232,7 @@ def batch_maker(config: RunConfig, data: DeviceDataset) -> BatchMaker:
 
 
 def record_of(
-    config: RunConfig, source: Source, scenario: Scenario, network: Network, device: torch.device, ranks: int = 1
+    config: RunConfig, source: Source, scenario: Scenario, network: Network, device: torch.device, ranks: int
 ) -> Record:
     """An empty record with everything that is known before training."""
     record = new_record(config)

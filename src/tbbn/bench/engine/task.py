@@ -144,7 +144,7 @@ class EngineTaskContext(TaskContext):
         """Rows of the task and the memory, class-balanced, left to a "holdout" phase; none in the first task."""
         share = self.method.holdout()
         if not share or not len(self.memory) or not self.number:
-            return torch.zeros(0, dtype=torch.int64)
+            return self.task.train[:0]
         n_per_class = max(1, round(share * len(self.memory) / self.n_old_classes))
         rows = torch.cat([self.memory.index, self.task.train])
         return rows[select("random", None, self.labels(rows).cpu(), n_per_class, self.generator("holdout"))]
