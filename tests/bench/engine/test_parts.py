@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.record import digest, new_record
 from tbbn.bench.methods import Phase
 from tbbn.errors import UserError
+from tbbn.plugins import load_plugin, temporary
+from tbbn.registry import BACKBONES, NORMS, Origin
 
 
 @pytest.mark.parametrize(
@@ -269,10 +272,6 @@ def test_why_data_or_a_network_cannot_be_made_here(settings: dict[str, Any], dat
 
 
 def test_the_plugin_of_a_file_is_recorded_with_its_checksum_and_what_it_brings(tmp_path: Path) -> None:
-    import hashlib
-
-    from tbbn.plugins import load_plugin, temporary
-
     file = tmp_path / "mine_for_parts.py"
     file.write_text(
         "import tbbn\nfrom torch import nn\n"
@@ -286,3 +285,23 @@ def test_the_plugin_of_a_file_is_recorded_with_its_checksum_and_what_it_brings(t
     assert found["name"] == str(file) and found["brings"] == ["norm odd"]
     assert found["file_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest() and "version" not in found
     assert found["defaults"] == {"norm": {"depth": 3}}
+
+
+@pytest.mark.parametrize(
+    ("origin", "mark"),
+    [
+        (Origin("here"), {}),
+        (Origin("here", version="1.2"), {"version": "1.2"}),
+        (Origin("here", sha256="f" * 64), {"file_sha256": "f" * 64}),
+        (Origin("here", "1.2", "f" * 64), {"version": "1.2"}),
+    ],
+)
+def test_a_plugin_is_recorded_with_its_version_or_else_its_checksum_or_else_neither(
+    origin: Origin, mark: dict[str, str]
+) -> None:
+    with temporary(fresh=True):
+        BACKBONES.register("own", lambda in_channels: nn.Flatten(), origin=origin)
+        NORMS.register("odd", nn.BatchNorm2d, origin=origin, options={})
+        (found,) = plugins.used_plugins(tiny(backbone="own", norm__name="odd"))
+    brings = ["norm odd", "backbone own"]
+    assert found == {"name": "here", **mark, "brings": brings, "defaults": {"norm": {}}}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from records import record
@@ -17,7 +19,7 @@ from tbbn.bench.report.groups import groups
 from tbbn.bench.report.matrices import matrix_panels
 from tbbn.bench.report.pairs import pairs
 from tbbn.bench.report.plots import KINDS, figure
-from tbbn.bench.report.svg import inline_svg
+from tbbn.bench.report.svg import _adapt, inline_svg
 
 UP = [[1.0], [0.5, 0.7]]
 NORMS = ("bn", "in", "gn", "sn", "brn", "cn", "tbbn", "adab2n", "weighted")
@@ -257,3 +259,32 @@ def test_a_panel_in_a_page_is_as_wide_as_is_good_to_read() -> None:
         assert f'style="max-width: {rem}rem"' in head and 'role="img"' in head
         assert " width=" not in head and " height=" not in head and "viewBox=" in head
         assert "<metadata" not in picture and "currentColor" in picture and "#808080" not in picture
+
+
+def test_links_inside_a_picture_of_a_page_lead_to_its_own_parts() -> None:
+    def draw(axes: Any) -> None:
+        axes.plot([0, 1], [0, 1], marker="o", label="a")
+        axes.text(0, 0, "b", url="https://example.org/#part")
+
+    picture = inline_svg(Panel("a", draw), "n")
+    root = ElementTree.fromstring(picture)
+    ids = [element.attrib["id"] for element in root.iter() if "id" in element.attrib]
+    assert len(ids) == len(set(ids)) > 5 and all(name.startswith("n-") for name in ids)
+    links = {element.attrib["href"] for element in root.iter() if "href" in element.attrib}
+    assert "https://example.org/#part" in links and len(links) > 2 and "xlink:href" not in picture
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    places = re.findall(r"url\(#([^)]*)\)", picture)
+    assert places and set(places) <= set(ids)
+
+
+def test_an_element_of_a_picture_gets_its_name_and_the_colour_of_the_page() -> None:
+    link = "{http://www.w3.org/1999/xlink}href"
+    given = {"id": "a", "fill": "#123456", link: "#b", "style": "fill: #0a0b0c; clip-path: url(#c)", "d": "M 0 0"}
+    element = ElementTree.Element("use", given)
+    _adapt(element, "n")
+    assert element.attrib == {
+        "id": "n-a", "fill": "#123456", "href": "#n-b", "style": "fill: currentColor; clip-path: url(#n-c)", "d": "M 0 0",
+    }  # fmt: skip
+    element = ElementTree.Element("a", {link: "https://example.org"})
+    _adapt(element, "n")
+    assert element.attrib == {"href": "https://example.org"}
