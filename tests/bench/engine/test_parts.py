@@ -305,3 +305,69 @@ def test_a_plugin_is_recorded_with_its_version_or_else_its_checksum_or_else_neit
         (found,) = plugins.used_plugins(tiny(backbone="own", norm__name="odd"))
     brings = ["norm odd", "backbone own"]
     assert found == {"name": "here", **mark, "brings": brings, "defaults": {"norm": {}}}
+
+
+# Norms over ranks. ----------------------------------------------------------------------------------------------------
+
+PER_SAMPLE, SYNCED, ALONE_ONLY = {"in", "gn"}, {"bn", "tbbn", "weighted"}, {"sn", "brn", "cn", "adab2n"}
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+def test_norms_take_their_statistics_over_ranks_where_they_have_any(norm: str) -> None:
+    config = tiny(norm__name=norm)
+
+    def synced(network: nn.Module) -> set[bool]:
+        return {bool(layer.sync) for layer in network.modules() if hasattr(layer, "sync")}
+
+    def made(**options: bool) -> set[bool]:
+        return synced(setup.build_network(config, setup.method_of(config), (3, 8, 8), **options))
+
+    assert made() == made(sync=False) == ({False} if norm in SYNCED - {"bn"} else set())
+    assert {norm} <= PER_SAMPLE | SYNCED | ALONE_ONLY
+    run = Run(config)
+    assert synced(setup.make_network(config, run.method, run.source, run.device)) == made()
+    if norm in ALONE_ONLY:
+        for check in (lambda: made(sync=True), lambda: setup.check_ranks(config)):
+            with pytest.raises(UserError, match=rf"norm '{norm}' does not take its statistics over ranks"):
+                check()
+    else:
+        setup.check_ranks(config)
+        assert made(sync=True) == ({True} if norm in SYNCED else set())
+        again = setup.make_network(config, run.method, run.source, run.device, sync=True)
+        assert synced(again) == made(sync=True)
+
+
+def test_a_rank_has_no_gpu_of_a_number() -> None:
+    with pytest.raises(
+        UserError, match=r"^each rank has a GPU of its own, got device = 'cuda:1'; use 'cuda' or 'auto'\.$"
+    ):
+        setup.check_ranks(tiny(device="cuda:1"))
+    for device in ("cuda", "auto", "cpu"):
+        setup.check_ranks(tiny(device=device))
+
+
+@pytest.mark.parametrize(
+    ("rule", "splits"),
+    [("paper", 8), ("current", 12), ("uneven", 15), ("something else", 8), (None, 8)],  # 48 + 16 rows, 5 past tasks
+)
+def test_the_splits_of_a_batch_follow_the_rule_of_its_norm_if_it_is_one(rule: str | None, splits: int) -> None:
+    config = tiny(batch__size=64, **({} if rule is None else {"norm__rule": rule}))
+    assert setup.full_batch(config, setup.method_of(config), 5) == (48, 16, splits)
+
+
+def test_an_outline_of_the_data_is_made_with_the_settings_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    real = setup.outline
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        asked.append((arguments, options))
+        return real("synthetic:6x12x5x8", "data")
+
+    monkeypatch.setattr(setup, "outline", watched)
+    setup.outline_source(tiny(data__root="here", data__size=16, data__unreadable="skip", data__split=0.3))
+    assert asked.pop() == (("synthetic:6x12x5x8", "here"), {"size": 16, "unreadable": "skip", "split": 0.3})
+    setup.outline_source(tiny())
+    assert asked.pop()[1]["size"] is None
+    setup.outline_source(tiny(data__crop=8))
+    with pytest.raises(UserError, match=r"data\.crop must be at most 8, images being 8x8, got 9\."):
+        setup.outline_source(tiny(data__crop=9))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tbbn.bench.models import backbone
+import tbbn
+from tbbn.bench.models import ProxyHead, backbone
 from tbbn.bench.models.resnet import BasicBlock, PadShortcut, ResNet
+from tbbn.bench.models.small import SmallNet
+from tbbn.plugins import temporary
 from tbbn.registry import BACKBONES
 
 Shape = tuple[int, int]  # channels and side of a stage's maps, for images of 40 x 40
@@ -117,3 +121,34 @@ def test_the_defaults_of_a_resnet_are_those_of_a_cifar_resnet() -> None:
     for out in outputs[1:]:
         assert torch.equal(out.pooled, outputs[0].pooled)
     assert (outputs[0].pooled >= 0).all() and all((stage < 0).any() for stage in outputs[0].stages)
+
+
+@torch.no_grad()
+def test_without_a_generator_a_backbone_has_the_weights_of_seed_0_for_colour_images() -> None:
+    one, other = backbone("small"), backbone("small")
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        again = SmallNet(3, True)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+    assert (one.eval()(images()).pooled >= 0).all()
+
+
+def test_a_factory_is_told_what_it_asks_for() -> None:
+    asked: list[Any] = []
+
+    def make(in_channels: int, last_relu: bool, image_size: tuple[int, int]) -> nn.Module:
+        asked.append((in_channels, last_relu, image_size))
+        return nn.Flatten()
+
+    with temporary(fresh=True):
+        tbbn.register_backbone("asking", "notes what it is told")(make)
+        assert backbone("asking").n_features == 3 * 32 * 32
+        assert backbone("asking", in_channels=1, last_relu=False, image_size=(4, 6)).n_features == 24
+    assert asked == [(3, True, (32, 32)), (1, False, (4, 6))]
+
+
+def test_a_classifier_of_proxies_has_ten_for_each_class_and_no_scale() -> None:
+    head = ProxyHead(4)
+    head.grow(2, torch.Generator().manual_seed(0))
+    assert (head.n_proxies, head.scale) == (10, 0.0) and head.weights[0].shape == (2, 10, 4)
