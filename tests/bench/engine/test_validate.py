@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import tbbn
 from tbbn.bench.config import RunConfig
+from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.engine import setup, validate
 from tbbn.bench.engine.loop import Run
 from tbbn.errors import UserError
@@ -139,3 +141,31 @@ def test_an_augmentation_is_tried_on_images_of_every_brightness(monkeypatch: pyt
                 validate._try_augmentation(config, source)
         side, shift = 6, 0.0
         validate._try_augmentation(tiny(batch__augment="watching", data__crop=6), source)
+
+
+@pytest.mark.parametrize("scarce", range(6))
+@pytest.mark.parametrize("learnt", [3, 2])
+def test_the_class_with_the_fewest_images_limits_a_budget_for_each_class(scarce: int, learnt: int) -> None:
+    """Three tasks of two classes, of which the first ones are learnt; every class but one has 5 images."""
+    counts = [3 if label == scarce else 5 for label in range(6)]
+    labels = torch.tensor([label for label, n in enumerate(counts) for _ in range(n)])
+    tasks = [
+        SimpleNamespace(train=torch.where((labels // 2) == t)[0], classes=range(2 * t, 2 * t + 2))
+        for t in range(learnt)
+    ]
+    order = (3, 1, 5, 0, 2, 4)  # the class that came as number i
+    scenario: Any = SimpleNamespace(tasks=tasks, train_labels=labels, n_classes=6, class_order=order)
+    source: Any = SimpleNamespace(classes=tuple("abcdef"))
+    method: Any = SimpleNamespace(uses_memory=True)
+    least = 3 if scarce < 2 * learnt else 5
+    validate.check_memory(method, ExemplarMemory(least, per_class=True), scenario, source)
+    with pytest.raises(UserError) as caught:
+        validate.check_memory(method, ExemplarMemory(least + 1, per_class=True), scenario, source)
+    name = source.classes[order[scarce if least == 3 else 0]]
+    assert str(caught.value).startswith(
+        f"memory.budget must be at most {least} for each class, the training images of class {name!r}, got {least + 1}; "
+    )
+    none: Any = SimpleNamespace(uses_memory=False)
+    validate.check_memory(none, ExemplarMemory(99, per_class=True), scenario, source)
+    validate.check_memory(method, ExemplarMemory(0, per_class=True), scenario, source)
+    validate.check_memory(method, ExemplarMemory(99), scenario, source)
