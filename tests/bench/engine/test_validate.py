@@ -83,6 +83,16 @@ def of_data(config: RunConfig) -> None:
             {"train__keep": "best", "data__validation": 0.01},
             r"^train\.keep = 'best': no validation images are left in task 1; raise data\.validation above 0\.01, or keep",
         ),
+        (
+            {"train__keep": "best", "data__validation": 0.1, "data__tasks": 6},  # one image of each task
+            {"train__keep": "best", "data__validation": 0.01, "data__tasks": 6},
+            r"^train\.keep = 'best': no validation images are left in task 1; raise data\.validation above 0\.01, or keep",
+        ),
+        (  # joint training validates on all tasks, whatever the size of a batch
+            {"train__keep": "best", "data__validation": 0.25, "data__validate": "whole-batches", "method__name": "joint"},
+            {"train__keep": "best", "data__validation": 0.25, "data__validate": "whole-batches", "method__name": "er"},
+            r"^train\.keep = 'best': 6 validation images, fewer than a batch of 8, are left in task 1; raise data\.val",
+        ),
         ({"memory__budget": 6}, {"memory__budget": 5}, r"memory"),
         (
             {"memory__budget": 12, "memory__per_class": True},
@@ -118,29 +128,36 @@ def test_an_augmentation_is_tried_on_images_of_every_brightness(monkeypatch: pyt
         n_parameters = 1
 
         def draw(self, n: int, generator: torch.Generator, size: tuple[int, int]) -> Tensor:
-            assert size == (8, 8)
+            assert size == (8, 6)
             return torch.rand(n, 1, generator=generator)
 
         def apply(self, images: Tensor, parameters: Tensor) -> Tensor:
             seen.append(images)
-            return images[..., :side, :side].float() / 255 * scale + shift
+            return images[..., :height, :width].float() / 255 * scale + shift
+
+    crops: list[int | None] = []
+
+    def make(crop: int | None) -> Watching:
+        crops.append(crop)
+        return Watching()
 
     with temporary(fresh=True):
-        tbbn.register_augmentation("watching", "keeps what it is given")(lambda crop=None: Watching())
+        tbbn.register_augmentation("watching", "keeps what it is given")(make)
         config = tiny(batch__augment="watching")
-        source = setup.load_source(config)
-        side, scale, shift = 8, 1.0, 0.0
+        source: Any = SimpleNamespace(train=SimpleNamespace(images=torch.zeros(5, 3, 8, 6)))
+        height, width, scale, shift = 8, 6, 1.0, 0.0
         validate._try_augmentation(config, source)
         (images,) = seen
-        assert images.shape == (3, 3, 8, 8) and images.dtype == torch.uint8
+        assert images.shape == (3, 3, 8, 6) and images.dtype == torch.uint8
         assert (int(images.min()), int(images.max())) == (0, 255) and len(images.unique()) > 200
         for scale, shift in ((1.0009, 0.0), (1.0, -0.0009)):  # noqa: B007  (rounding)
             validate._try_augmentation(config, source)
         for scale, shift in ((1.0, 0.0011), (1.0, -0.0011)):  # noqa: B007
             with pytest.raises(UserError, match=r"apply must return images in \[0, 1\], got "):
                 validate._try_augmentation(config, source)
-        side, shift = 6, 0.0
-        validate._try_augmentation(tiny(batch__augment="watching", data__crop=6), source)
+        height, width, shift = 5, 5, 0.0
+        validate._try_augmentation(tiny(batch__augment="watching", data__crop=5), source)
+        assert crops == [None] * 5 + [5]
 
 
 @pytest.mark.parametrize("scarce", range(6))

@@ -196,6 +196,9 @@ def test_heat_maps_of_more_than_twelve_tasks_have_a_scale_in_place_of_numbers() 
     assert list(twelve[0].get_xticks()) == list(twelve[0].get_yticks()) == list(range(1, 13))
     assert not thirteen.texts and list(thirteen.get_xticks()) == list(thirteen.get_yticks()) == [5, 10]
     assert list(scale.get_yticks()) == [0, 25, 50, 75, 100]
+    bar = thirteen.collections[0].colorbar
+    assert bar.ax is scale and list(bar.boundaries) == list(range(0, 101, 5))
+    assert scale._colorbar_info["shrink"] == 0.7 and scale._colorbar_info["parents"] == [thirteen]
     assert {label.get_fontsize() for label in scale.get_yticklabels()} == {7}
     assert list(shown([long_run(15)], "matrix")[0].get_xticks()) == [5, 10, 15]
     assert {panel.height for panel in matrix_panels(groups(of_norms(2)))} == {3.5}

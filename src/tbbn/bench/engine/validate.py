@@ -140,7 +140,7 @@ def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *register
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"norm {norm}: cannot train with these options: {reason}.") from error
-    max_tasks = min((getattr(layer, "max_tasks", math.inf) for layer in body.modules()), default=math.inf)
+    max_tasks = min(getattr(layer, "max_tasks", math.inf) for layer in body.modules())
     return _Network(has_stages, is_balanced(body), max_tasks)
 
 

@@ -40,7 +40,7 @@ def _draw(axes: Any, matrix: list[list[float]]) -> None:
                 text = axes.text(i + 1, t + 1, f"{value:.0f}", ha="center", va="center", fontsize=7, color=colour)
                 text.set_in_layout(False)  # inside its cell; measuring each takes most of the time
     else:
-        scale = axes.figure.colorbar(cells, ax=axes, shrink=0.7, boundaries=range(0, 101, 5), ticks=range(0, 101, 25))
+        scale = axes.figure.colorbar(cells, shrink=0.7, boundaries=range(0, 101, 5), ticks=range(0, 101, 25))
         scale.ax.tick_params(labelsize=7)
     axes.invert_yaxis()
     axes.set_aspect("equal")
