@@ -106,3 +106,34 @@ def test_a_value_of_the_command_line_has_the_type_of_its_setting(key: str, text:
 def test_the_nearest_setting_is_that_of_the_same_last_word() -> None:
     assert nearest_setting("Epochs") == "train.epochs" and nearest_setting("weight-decay") == "train.weight_decay"
     assert nearest_setting("nothing-like-it") == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "begins", "ends"),
+    [
+        ("epochs", "here: unknown setting 'epochs'; choose one of: protocol, ", "Did you mean 'train.epochs'?"),
+        ("optim", "here: unknown setting 'optim'; choose one of: protocol, ", "Did you mean 'train.optimizer'?"),
+        ("sead", "here: unknown setting 'sead'; choose one of: protocol, ", "Did you mean 'seed'?"),
+        ("zzzzzz", "here: unknown setting 'zzzzzz'; choose one of: protocol, ", "backbone."),
+        ("trian.epochs", "here: unknown section 'trian'; choose one of: data, ", "Did you mean 'train'?"),
+        ("zzzzzz.epochs", "here: unknown section 'zzzzzz'; choose one of: data, ", "method."),
+        ("train.epoch", "here: [train] has no option 'epoch'; choose one of: epochs, ", "Did you mean 'epochs'?"),
+        ("train.first.gama", "here: [train.first] has no option 'gama'; choose one of: ", "Did you mean 'gamma'?"),
+        ("train.zzzzzz", "here: [train] has no option 'zzzzzz'; choose one of: epochs, ", "."),
+        (
+            "train.first",
+            "here: train.first is a section, not a setting; write [train.first] and its ",
+            "settings below.",
+        ),
+    ],
+)
+def test_an_unknown_name_is_named_with_those_that_are_known_and_the_nearest(key: str, begins: str, ends: str) -> None:
+    found = said(**{key: 3})
+    assert found.startswith(begins) and found.endswith(ends)
+    assert ("Did you mean" in found) == ("Did you mean" in ends)
+
+
+def test_a_wrong_choice_is_named_with_the_nearest() -> None:
+    assert said(protocol="papr").endswith("got 'papr'. Did you mean 'paper'?")
+    assert said(protocol="zzzzzz").endswith("got 'zzzzzz'.")
+    assert said(quirks=["no-affine", "no-afine"]).endswith("got ['no-affine', 'no-afine']. Did you mean 'no-affine'?")

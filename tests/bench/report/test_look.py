@@ -181,13 +181,16 @@ def test_numbers_of_a_heat_map_can_be_read_on_their_colours() -> None:
 def test_black_and_white_numbers_change_where_the_colour_is_half_as_bright_as_white() -> None:
     import matplotlib
 
-    values = [i / 20 for i in range(12)]
-    (axes,) = shown([record([[values[i]] * (t + 1) for t, i in enumerate(range(12))])], "matrix")
+    values = iter(range(22, 100))
+    matrix = [[next(values) / 100 for _ in range(t + 1)] for t in range(12)]
+    (axes,) = shown([record(matrix)], "matrix")
     assert len(axes.texts) == 78
     for text in axes.texts:
-        red, green, blue, _ = matplotlib.colormaps["viridis"](values[text.get_position()[1] - 1])
+        column, row = text.get_position()
+        red, green, blue, _ = matplotlib.colormaps["viridis"](matrix[row - 1][column - 1])
         luma = sum(weight * part for weight, part in zip((299, 587, 114), (red, green, blue), strict=True)) / 1000
         assert text.get_color() == ("white" if luma < 0.5 else "black")
+    assert {text.get_color() for text in axes.texts} == {"white", "black"}
 
 
 def test_heat_maps_of_more_than_twelve_tasks_have_a_scale_in_place_of_numbers() -> None:
