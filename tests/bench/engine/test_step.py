@@ -33,9 +33,18 @@ def test_working_copies_give_the_bits_of_autocast(settings: dict[str, str], monk
         self.teacher = None if self.previous is None else forward.WorkingCopies(self.previous)
         made.append(self.working)
 
+    calls: list[forward.WorkingCopies] = []
+    called = forward.WorkingCopies.__call__
+
+    def watched(self: forward.WorkingCopies, images: torch.Tensor) -> Any:
+        calls.append(self)
+        return called(self, images)
+
+    monkeypatch.setattr(forward.WorkingCopies, "__call__", watched)
     monkeypatch.setattr(step.Step, "__post_init__", with_copies)
     by_copies = finish(config).network.state_dict()
     assert made and all(copies.weights for copies in made)
+    assert all(copies in calls for copies in made), "it computes with the copies"
     assert set(by_copies) == set(by_autocast)
     assert all(torch.equal(by_copies[name], by_autocast[name]) for name in by_autocast)
 
