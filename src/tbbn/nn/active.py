@@ -180,4 +180,4 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     """Equal but for rounding: a repetition on a GPU may choose another algorithm."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return bool((a - b).norm() <= 0.02 * b.float().norm())
+    return bool((a - b).float().norm() <= 0.02 * b.float().norm())

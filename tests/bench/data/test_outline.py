@@ -161,13 +161,6 @@ def test_a_split_divides_the_outline_as_it_divides_the_data(tmp_path: Path) -> N
     assert torch.equal(real.test.labels, found.test.labels) and torch.equal(real.train.labels, found.train.labels)
 
 
-def test_a_folder_without_a_name_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("folder:", "folder:nowhere"):
-        with pytest.raises(UserError, match=rf"^{name}: \S+ needs the folders train/<class>/"):
-            outline(name)
-
-
 def test_what_would_be_read_is_outlined_packed_or_official(tmp_path: Path) -> None:
     folder_of_images(tmp_path / "set", classes=2, side=7)
     pack(tmp_path / "set", tmp_path / "tiny-imagenet-packed", workers=1)

@@ -33,6 +33,7 @@ def task_file(task: int) -> str:
 
 def save(directory: Path, state: dict[str, Any], tensors: Mapping[str, Tensor], keep_as: str = "") -> None:
     """Write a checkpoint, and keep the one before it. With ``keep_as``, also keep this one under that name."""
+    directory.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it meanwhile
     # On disk before the older ones move: a full disk or a kill leaves at least one readable checkpoint.
     write_atomic(directory / ARRIVING, encode(state, tensors))
     if keep_as:
