@@ -125,7 +125,7 @@ def _checked_name(key: str, where: str) -> str:
         )
     known = [*SECTIONS, *CHOICES] if name else [s for s in SETTINGS if "." not in s]
     kind, wrong = ("section", section) if name else ("setting", key)
-    near = "" if name else nearest_setting(key)
+    near = nearest_setting(key)
     hint = f" Did you mean {near!r}?" if near else did_you_mean(wrong, known)
     raise UserError(f"{where}: unknown {kind} {wrong!r}; choose one of: {', '.join(known)}.{hint}")
 
