@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tinyrun import finish, tiny
@@ -124,3 +125,20 @@ def test_without_a_checkpoint_there_is_no_network(done: Path, tmp_path: Path) ->
         load_trained(record, tmp_path / "run", 3)
     save_record(record, tmp_path / "run")
     assert checkpoint.load(tmp_path / "run") is None
+
+
+def test_only_tensors_and_arrays_are_images(done: Path) -> None:
+    class Odd:
+        ndim = 4
+
+    net = load_trained(load_record(done), done)
+    images = np.zeros((2, 3, 8, 8), dtype=np.uint8)
+    assert torch.equal(net(images), net(torch.from_numpy(images)))
+    for wrong, got in (
+        (Odd(), "Odd"),
+        (np.add, "ufunc"),
+        (images.tolist(), "list"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(UserError, match=rf"images must be a tensor or an array \(N, 3, H, W\), got {got}\.$"):
+            net(wrong)
