@@ -173,6 +173,7 @@ def test_numbers_of_a_heat_map_can_be_read_on_their_colours() -> None:
     for text in axes.texts:
         assert (text.get_ha(), text.get_va(), text.get_in_layout()) == ("center", "center", False)
     mesh = axes.collections[0]
+    assert mesh.get_clim() == (0, 100), "the same colours in every picture"
     assert mesh.cmap.name == "viridis" and mesh.get_coordinates()[0, :, 0].tolist() == [0.5, 1.5, 2.5]
     assert axes.get_aspect() == 1 and not any(side.get_visible() for side in axes.spines.values())
     assert {tick.tick1line.get_markersize() for tick in axes.xaxis.get_major_ticks()} == {0}
