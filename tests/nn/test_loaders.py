@@ -139,6 +139,13 @@ def test_a_layout_is_on_the_cpu_whatever_the_default_device_is():
     assert layout.is_memory.tolist() == [False, True]
 
 
+def test_the_number_of_past_tasks_is_that_of_the_current_one_unless_it_is_given():
+    layer, ids = tbbn.TaskBalancedBatchNorm1d(3), [2, 2, 0, 1]
+    for given, wanted in (({}, 2), ({"past_tasks": 1}, 1), ({"past_tasks": 0}, 0), ({"past_tasks": 5}, 5)):
+        layout = tbbn.balance(layer, task_ids=ids, current_task=2, **given).layout
+        assert (layout.current, layout.memory, layout.past_tasks) == (2, 2, wanted)
+
+
 def test_a_batch_without_rows_is_taken():
     for layout in (
         {"task_ids": [], "current_task": 1},

@@ -90,6 +90,18 @@ def test_output_statistics_are_not_synchronised():
         tbbn.convert(network(), sync=True, output_statistics=True)
 
 
+def test_what_is_missing_is_looked_for_at_any_depth():
+    for norm, message in (
+        (nn.SyncBatchNorm(3), "convert_sync_batchnorm puts SyncBatchNorm in their place"),
+        (nn.BatchNorm2d(3), r"has no task-balanced layer; call tbbn.convert\(model\) once"),
+        (nn.Identity(), "has no batch norm, so there is nothing to balance"),
+    ):
+        model = nn.Module()
+        model.deep = nn.Sequential(nn.Sequential(nn.ReLU(), norm))
+        with pytest.raises(UserError, match=f"balance: Module .*{message}"):
+            tbbn.balance(model, current=12, memory=4, past_tasks=3)
+
+
 def test_after_convert_sync_batchnorm_the_error_says_so():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(tbbn.convert(network()))
     with pytest.raises(UserError, match=r"convert_sync_batchnorm .* call tbbn.convert\(model, sync=True\)"):
