@@ -42,7 +42,6 @@ def carry(old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool
     after["_non_persistent_buffers_set"] = names & set(after["_buffers"])
     if type(new) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         after[_ADDED] = frozenset(added)
-    new.__dict__.clear()
     new.__class__ = cls
     new.__dict__.update(after)
     _rebind_hooks(old, new)
