@@ -41,6 +41,11 @@ def test_steps_that_cannot_be_known_are_left_out() -> None:
     assert cost_table(groups([record([], "failed")])).rows == ()
 
 
+def test_runs_of_a_gpu_that_is_not_here_have_their_steps() -> None:
+    (row,) = cost_table(groups([timed(90, 4, device="cuda:7")])).rows
+    assert row[2] == "4"
+
+
 def test_durations() -> None:
     assert [duration(s) for s in (0, 59.94, 60, 3599.4, 3600)] == [
         "0.0 s",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tbbn.bench.engine.forecast import forecast
 from tbbn.bench.engine.record import Record
@@ -49,7 +48,7 @@ def _steps(runs: Sequence[Record]) -> int:
     if not runs:
         return 0
     try:
-        found = forecast(replace(runs[0].run_config, device="cpu"))
+        found = forecast(runs[0].run_config)
     except (UserError, OSError):  # its data set or a plugin is not here
         return 0
     # The forecast counts the main phase alone. A note says that it had to guess.

@@ -86,7 +86,7 @@ def _weights(record: Record, run: Run, task: int, directory: Path, after: str, e
         theirs = checkpoint.section(checkpoint.after_task(directory, task + 1)[1], "network")
     how = "they differ"
     if theirs.keys() == mine.keys():
-        apart = {k: (mine[k].cpu().double() - theirs[k].double()).abs().max().item() for k in mine if mine[k].numel()}
+        apart = {k: (mine[k].cpu().double() - theirs[k]).abs().max().item() for k in mine if mine[k].numel()}
         worst = max(apart, key=lambda name: apart[name])
         how = f"they differ by up to {apart[worst]:.2g}, in {worst}"
     return Finding(f"weights {after}", f"{how}; {explanation}")
