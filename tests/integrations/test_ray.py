@@ -78,7 +78,7 @@ def test_a_killed_node_costs_no_run(nodes: Cluster, tmp_path: Path) -> None:
 
 
 def test_stopping_saves_every_run_and_the_same_call_goes_on(nodes: Cluster, tmp_path: Path) -> None:
-    here, there = (pending(tmp_path / name, 2, train__epochs=30) for name in ("here", "there"))
+    here, there = (pending(tmp_path / name, 2, train__epochs=300) for name in ("here", "there"))
     run_all(here)
     seen: list[Event] = []
     with ray_cluster(nodes.address) as cluster:
@@ -144,7 +144,7 @@ def test_the_command_line_and_a_run_that_fails_once(
 
 def test_ctrl_c_in_a_terminal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     """The signal goes to all processes of the terminal: Ray's own, too, as it starts them here."""
-    words = ["sweep", *WORDS, "--train.epochs", "60", "--engine", "ray", "--out", str(tmp_path), "--name", "x"]
+    words = ["sweep", *WORDS, "--train.epochs", "2000", "--engine", "ray", "--out", str(tmp_path), "--name", "x"]
     command = [sys.executable, "-m", "tbbn", *words, "--seeds", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None

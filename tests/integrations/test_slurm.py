@@ -20,14 +20,18 @@ package("submitit")
 from tbbn.integrations.cluster import Bundle, run_on  # noqa: E402
 from tbbn.integrations.slurm import LOGS, SlurmCluster, SlurmJob, Work, slurm_cluster  # noqa: E402
 
-SETTINGS: dict[str, Any] = {"data.name": "synthetic:6x40x5x8", "data.tasks": 3, "memory.budget": 12}
+# Runs long enough to be at work when their first event is seen.
+SETTINGS: dict[str, Any] = {
+    "data.name": "synthetic:6x40x5x8",
+    "data.tasks": 3,
+    "train.epochs": 400,
+    "memory.budget": 12,
+}
 SETTINGS |= {"device": "cpu", "threads": 1}
 
 
-def pending(out: Path, seeds: int, epochs: int = 20) -> list[PendingRun]:
-    return expand(
-        [("test", {**SETTINGS, "train.epochs": epochs})], Axes(norms=("tbbn",), seeds=tuple(range(seeds))), out
-    )
+def pending(out: Path, seeds: int) -> list[PendingRun]:
+    return expand([("test", SETTINGS)], Axes(norms=("tbbn",), seeds=tuple(range(seeds))), out)
 
 
 def weights(runs: list[PendingRun]) -> list[list[str]]:
@@ -50,8 +54,7 @@ def test_jobs_leave_the_records_of_a_local_sweep_and_a_stopped_sweep_goes_on(tmp
 
 
 def test_a_killed_job_is_sent_again(tmp_path: Path) -> None:
-    # Long enough to be at work when its first event is seen, also on a busy machine.
-    here, there = pending(tmp_path / "here", 1, epochs=80), pending(tmp_path / "there", 1, epochs=80)
+    here, there = pending(tmp_path / "here", 1), pending(tmp_path / "there", 1)
     run_all(here)
     jobs: list[SlurmJob] = []
 
