@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from interpreter import here, tf32
 from torch import Tensor
 
+import tbbn
 from tbbn.bench.data.augment import ResizedCrop
 from tbbn.nn.plan import Layout, PlanOptions
 
@@ -116,7 +118,7 @@ def test_the_norms_kernels_compile(compiled, shape, dtype, memory_format, tmp_pa
     counted = torch.zeros((), dtype=torch.int64)
     running = norm_launch.Running(mean, var, plan.running, plan.sizes, 0.1, counted, False)
     given = (weight, bias, plan.gather, plan.scatter)
-    y, stats = norm_launch.forward(x, *given, 1e-5, running, relu=True, residual=x)
+    y, stats, _ = norm_launch.forward(x, *given, 1e-5, running, relu=True, residual=x)
     norm_launch.backward(x, x, *given, stats, 1e-5, y, residual=True)
     norm_launch.eval_forward(x, mean, var, weight, bias, 1e-5, True, x)
     whole = {"whole_forward", "whole_backward", "eval_affine"}
@@ -137,6 +139,20 @@ def test_the_kernels_of_norms_by_sample_compile(compiled, shape, dtype, memory_f
     y = sample.sample_affine(same, mean, var, torch.zeros(shape[1]), relu=True, residual=x)
     y.sum().backward()
     check(compiled, {"moments", "add_moments_gradient", "affine", "affine_back"}, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gn", "cn", "sn", "brn", "adab2n"])
+@pytest.mark.parametrize(("channels", "side"), [(16, 32), nightly(64, 8)])
+def test_the_arithmetic_of_other_norms_compiles(compiled, name, channels, side, tmp_path):
+    from tbbn.accelerators.triton import normaliser
+
+    norm = tbbn.convert(torch.nn.BatchNorm2d(channels), norm=name)
+    x = torch.zeros(64, channels, side, side, dtype=torch.bfloat16).to(memory_format=LAST).requires_grad_()
+    with tbbn.balance(norm, current=48, memory=16, past_tasks=9) if name == "adab2n" else nullcontext():
+        form = norm.form(x)
+    y = normaliser.normalise(norm, form, x, True, None, torch.zeros(2, 64, 4, channels))
+    y.sum().backward()
+    check(compiled, {"forward", "affine", "row_sums", "backward", "affine_backward"}, tmp_path)
 
 
 def test_a_thread_has_whole_runs_of_pixels(compiled, monkeypatch):
@@ -167,7 +183,7 @@ def test_plans_of_any_number_of_groups_compile(compiled, past_tasks, tmp_path):
     plan = plan or whole_batch(64, torch.device("cpu"))
     x, (weight, bias) = torch.zeros(64, 16, 32, 32, dtype=torch.bfloat16).to(memory_format=LAST), torch.zeros(2, 16)
     given = (weight, bias, plan.gather, plan.scatter)
-    y, stats = norm_launch.forward(x, *given, 1e-5, relu=True, moments=torch.zeros(2, 64, 4, 16))
+    y, stats, _ = norm_launch.forward(x, *given, 1e-5, relu=True, moments=torch.zeros(2, 64, 4, 16))
     norm_launch.backward(x, x, *given, stats, 1e-5, y)
     check(compiled, {"plan_forward", "affine", "row_sums", "plan_backward", "affine_backward"}, tmp_path)
 

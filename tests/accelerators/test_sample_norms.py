@@ -18,7 +18,7 @@ from tbbn.nn.adab2n import AdaptiveBalancedNorm
 from tbbn.nn.comparison import BatchRenorm, ContinualNorm, GroupNorm, InstanceNorm, SwitchableNorm
 
 if RUNNING:
-    from tbbn.accelerators.triton import sample
+    from tbbn.accelerators.triton import normaliser, sample
 
 C = 16
 NORMS: dict[str, Any] = {
@@ -105,8 +105,13 @@ def close(ours: dict[str, Any], theirs: dict[str, Any], bound: float) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("in_kernels", [True, False], ids=["arithmetic in kernels", "arithmetic by torch"])
 @pytest.mark.parametrize("name", NORMS)
-def test_a_training_step_equals_the_layers_own(name, device):
+def test_a_training_step_equals_the_layers_own(name, in_kernels, device, monkeypatch):
+    calls, real = [], normaliser.normalise
+    monkeypatch.setattr(normaliser, "normalise", lambda *given: calls.append(1) or real(*given))
+    if not in_kernels:
+        monkeypatch.setattr(normaliser, "_MOST", 0)
     norm = made(name, device)
     x = (
         (noise(6, C, 5, 7) * 2 + noise(1, C, 1, 1, value=1) * 3)
@@ -116,6 +121,80 @@ def test_a_training_step_equals_the_layers_own(name, device):
     residual = noise(6, C, 5, 7, value=2).to(device)
     given = (norm, x, True, residual)
     close(worked(by_kernels, *given), worked(by_forward, *given), 2e-5)
+    assert len(calls) == (in_kernels and name != "cn, cumulative")
+
+
+@on_device
+@pytest.mark.parametrize("name", ["in", "gn", "cn", "sn, unbiased", "brn", "brn, eps on std", "adab2n"])
+def test_moments_of_parts_and_a_relu_whose_sign_is_computed_again(name, device):
+    """What the bench's networks do between two convolutions."""
+    norm, x = made(name, device), (noise(6, C, 4, 6) * 2 - 1).to(device).contiguous(memory_format=torch.channels_last)
+    given = (norm, x, True, None)
+    close(worked(by_kernels, *given, parts_of(x, 4)), worked(by_forward, *given), 2e-5)
+
+
+@on_device
+@pytest.mark.parametrize("step", [0, 5_000, 12_000, 50_000])
+def test_limits_of_batch_renormalisation_open_with_its_steps(step, device):
+    norm, x = made("brn", device), (noise(6, C, 4, 4) * 4 + 2).to(device)
+    assert isinstance(norm, BatchRenorm) and norm.num_batches_tracked is not None
+    norm.num_batches_tracked.fill_(step)
+    close(worked(by_kernels, norm, x, False, None), worked(by_forward, norm, x, False, None), 2e-5)
+
+
+@on_device
+@pytest.mark.parametrize("ids", [[2, 2, 2, 0, 0, 1], [2, 2, 2, 2, 0, 0]], ids=["all tasks", "one is absent"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_rows_are_weighted_by_their_tasks(ids, steps, device):
+    """AdaB2N with task ids. The weights of a task that is absent are lost, so they sum to less than 1."""
+    norm, x = made("adab2n", device), (noise(6, C, 4, 4) + 3).to(device)
+    task_ids = torch.tensor(ids, device=device)
+
+    def in_block(form: Any) -> Any:
+        def call(norm: Any, *given: Any) -> Tensor:
+            with tbbn.balance(norm, current=3, memory=3, past_tasks=2, task_ids=task_ids):
+                for _ in range(steps):  # the rate falls
+                    form(norm, *given)
+                return form(norm, *given)
+
+        return call
+
+    norm.kappa = 0.5
+    close(worked(in_block(by_kernels), norm, x, True, None), worked(in_block(by_forward), norm, x, True, None), 2e-5)
+
+
+@on_device
+def test_a_penalty_alone_has_a_gradient(device):
+    norm, x = made("adab2n", device), noise(6, C, 4, 4).to(device)
+    found = []
+    for form in (by_kernels, by_forward):
+        layer, own = copy.deepcopy(norm), x.clone().requires_grad_()
+        with tbbn.balance(layer, current=4, memory=2, past_tasks=2):
+            form(layer, own, True, None)
+        penalty = tbbn.penalty(layer)
+        assert penalty is not None
+        found.append((penalty, *torch.autograd.grad(penalty, [own, layer.task_logits])))
+    for ours, want in zip(*found, strict=True):
+        assert apart(ours, want) < 2e-5
+    layer.strength = 0.0
+    with tbbn.balance(layer, current=4, memory=2, past_tasks=2):
+        by_kernels(layer, x, True, None)
+    assert tbbn.penalty(layer) is None
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        ((64, 64, 1, 2), True),
+        ((64, 128, 1, 2), True),
+        ((65, 64, 1, 2), True),
+        ((65, 128, 1, 2), False),
+        ((6, 48, 1, 2), False),
+    ],
+)
+def test_one_program_holds_the_moments_of_a_small_batch(shape, fits, device):
+    assert normaliser.supports(torch.empty(shape, device=device)) is fits
 
 
 @on_device

@@ -88,17 +88,21 @@ def _by_sample(norm: Any, x: Tensor) -> bool:
 
 def _normalise(norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moments: Tensor | None) -> Tensor:
     """:func:`norm_act` for a norm with a ``normaliser`` (``tbbn.nn.comparison``): the passes over ``x`` are kernels."""
-    from tbbn.accelerators.triton import sample
+    from tbbn.accelerators.triton import normaliser, sample
 
+    if norm.training and hasattr(norm, "form") and normaliser.supports(x):
+        form = norm.form(x)
+        if form is not None:
+            return normaliser.normalise(norm, form, x, relu, residual, moments)
     state = norm.snapshot(x) if hasattr(norm, "snapshot") else ()
     if state is None:
         return activate(norm(x), relu, residual)
     x, mean, var = sample.sample_moments(x, moments)
     if x.is_cuda and norm.training and torch.is_grad_enabled() and getattr(norm, "compiles_normaliser", False):
-        normaliser = _compiled_normaliser(norm.__class__, str(norm), x.shape)(norm, x, mean, var, *state)
+        made = _compiled_normaliser(norm.__class__, str(norm), x.shape)(norm, x, mean, var, *state)
     else:
-        normaliser = norm.normaliser(x, mean, var, *state)
-    return sample.sample_affine(x, *normaliser, relu=relu, residual=residual)
+        made = norm.normaliser(x, mean, var, *state)
+    return sample.sample_affine(x, *made, relu=relu, residual=residual)
 
 
 @cache
@@ -141,6 +145,15 @@ class Convolved(NamedTuple):
     out: Tensor
     x: Tensor  # the input, for the shortcut: the convolution adds the shortcut's gradient to its own in the same pass
     moments: Tensor | None  # (2, N, parts, C): means and variances of equal parts of every output image
+
+
+def conv_norm(pair: nn.Sequential, x: Tensor) -> Tensor:
+    """``pair(x)`` for a convolution and the norm after it."""
+    if _hooked(pair):
+        return pair(x)
+    conv, norm = pair
+    out, _, moments = conv_moments(conv, x, norm)
+    return norm_act(norm, out, relu=False, moments=moments)
 
 
 def conv_moments(conv: nn.Module, x: Tensor, norm: nn.Module) -> Convolved:

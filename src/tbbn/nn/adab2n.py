@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,17 @@ from tbbn.nn.functional import averaged, statistics_dtype, task_balanced_batch_n
 from tbbn.nn.modules import BalancedNorm, RowsPerSample, arguments, as_leaf, with_pixels
 from tbbn.nn.plan import Layout
 from tbbn.options import Option
+
+
+class ByTask(NamedTuple):
+    """The form of AdaB2N for kernels: the tasks of the rows (B, tasks), and how its running statistics move."""
+
+    member: Tensor
+    max_tasks: int
+    rate: Tensor
+    first_rate: float
+    decay: float
+    strength: float
 
 
 class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
@@ -104,6 +115,19 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         self._follow(mean, var)
         y = centred * (var + self.eps).rsqrt().view(1, -1, 1)
         return apply_affine(y, self.weight, self.bias).view(x.shape).to(x.dtype)
+
+    def form(self, x: Tensor) -> ByTask | None:
+        """None where rows are not samples, or the layer is batch norm, or must not move its statistics again."""
+        try:
+            layout, member = self.find_layout(x)
+        except RowsPerSample:
+            return None
+        if layout is None or not layout.past_tasks or recomputing():
+            return None
+        assert self.momentum is not None and isinstance(self.rate, Tensor)
+        self.penalty = None
+        first, decay = self.momentum**self.kappa, (1 - self.momentum) ** self.kappa
+        return ByTask(member.contiguous(), self.max_tasks, self.rate, first, decay, self.strength)
 
     def snapshot(self, x: Tensor) -> tuple[Tensor, ...] | None:
         """The weights of the rows, and copies of the statistics that the forward changes.

@@ -5,8 +5,9 @@ is the norm as published; where the code released with the paper differs, an opt
 
 All of them map channel c of sample n by ``(x - center) * scale + shift``, and take the three from the mean and variance of each
 channel of each sample. ``normaliser`` is that step, for kernels that do the passes over ``x`` (``tbbn.accelerators.fused``);
+``form`` describes it for kernels that do this step too, and is None where they cannot (a cumulative average reads its counter);
 ``compiles_normaliser`` says that ``torch.compile`` takes it. A norm that reads statistics which it changes has a ``snapshot`` of
-them too: compiled code may read its inputs again in the backward, when the norm's own have moved.
+them: compiled code may read its inputs again in the backward, when the norm's own have moved.
 """
 
 from __future__ import annotations
@@ -68,6 +69,27 @@ class Normaliser(NamedTuple):
         return cls(center, inverse, center.new_zeros(1) if shift is None else shift)
 
 
+class Groups(NamedTuple):
+    """The form of a norm by groups of channels of each sample, which batch norm may follow before the affine map."""
+
+    groups: int
+    then_batch: bool
+
+
+class Mixture(NamedTuple):
+    """The form of switchable norm."""
+
+    unbiased: bool
+
+
+class Renorm(NamedTuple):
+    """The form of batch renormalisation."""
+
+    r_max: float
+    d_max: float
+    eps_on_std: bool
+
+
 def batch_moments(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance (C,) over the batch from those of each sample: the law of total variance."""
     between, batch_mean = torch.var_mean(mean, 0, unbiased=False)
@@ -104,6 +126,9 @@ class InstanceNorm(nn.GroupNorm):
     ) -> None:
         super().__init__(num_features, num_features, eps, affine, device, dtype)
 
+    def form(self, x: Tensor) -> Groups:
+        return Groups(self.num_groups, False)
+
     def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser:
         return Normaliser.of(mean, (var + self.eps).rsqrt(), self)
 
@@ -136,6 +161,9 @@ class GroupNorm(nn.GroupNorm):
         check_groups("gn", groups, num_features)
         super().__init__(groups, num_features, eps, affine, device, dtype)
 
+    def form(self, x: Tensor) -> Groups:
+        return Groups(self.num_groups, False)
+
     def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser:
         mean, var = group_moments(mean, var, self.num_groups)
         return Normaliser.of(mean, (var + self.eps).rsqrt(), self)
@@ -147,6 +175,9 @@ class ContinualNorm(AnyDims, AnyBatchNorm):
     @property
     def compiles_normaliser(self) -> bool:
         return self.momentum is not None  # a cumulative average reads its counter
+
+    def form(self, x: Tensor) -> Groups | None:
+        return None if self.momentum is None else Groups(self.groups, True)
 
     def __init__(
         self,
@@ -204,6 +235,9 @@ class SwitchableNorm(AnyDims, AnyBatchNorm):
         self.mean_weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype))
         self.var_weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype))
         self.unbiased = unbiased
+
+    def form(self, x: Tensor) -> Mixture | None:
+        return None if self.momentum is None else Mixture(self.unbiased)
 
     def forward(self, input: Tensor) -> Tensor:
         x = input
@@ -270,6 +304,9 @@ class BatchRenorm(AnyDims, AnyBatchNorm):
             raise UserError("brn: batch renormalisation needs running statistics and a momentum, such as 0.01.")
         super().__init__(num_features, eps, momentum, affine, True, device, dtype)
         self.r_max, self.d_max, self.eps_on_std = r_max, d_max, eps_on_std
+
+    def form(self, x: Tensor) -> Renorm:
+        return Renorm(self.r_max, self.d_max, self.eps_on_std)
 
     def _limits(self, step: Tensor) -> tuple[Tensor, Tensor]:
         step = step.float()

@@ -108,25 +108,36 @@ class _TritonNorm(torch.autograd.Function):
         relu: bool,
         moments: Tensor | None,
     ) -> Tensor:
-        y, stats = norm_launch.forward(
+        y, stats, sign = norm_launch.forward(
             x, weight, bias, plan.gather, plan.scatter, eps, running, relu, residual, moments
         )
-        ctx.save_for_backward(x, weight, bias, stats, y if relu else None)
+        ctx.save_for_backward(x, weight, bias, stats, sign if relu else None)
         ctx.plan, ctx.eps, ctx.relu, ctx.has_residual = plan, eps, relu, residual is not None
+        ctx.table = relu and sign is not y
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, stats, y = ctx.saved_tensors
+        x, weight, bias, stats, sign = ctx.saved_tensors
         needs = ctx.needs_input_grad
         need_residual = ctx.has_residual and needs[3]
         if torch.is_grad_enabled():  # for second derivatives
             if ctx.relu:
-                grad = torch.where(y > 0, grad, 0)
+                grad = torch.where((_output(x, sign) if ctx.table else sign) > 0, grad, 0)
             given = reference_gradients(grad, x, weight, bias, ctx.plan, ctx.eps, needs[:3])
             return *given, grad if need_residual else None, None, None, None, None, None
         dx, dweight, dbias, dresidual = norm_launch.backward(
-            grad, x, weight, bias, ctx.plan.gather, ctx.plan.scatter, stats, ctx.eps, y, need_residual and ctx.relu
+            grad,
+            x,
+            weight,
+            bias,
+            ctx.plan.gather,
+            ctx.plan.scatter,
+            stats,
+            ctx.eps,
+            sign,
+            need_residual and ctx.relu,
+            ctx.table,
         )
         if not ctx.relu:
             dresidual = grad
@@ -134,6 +145,13 @@ class _TritonNorm(torch.autograd.Function):
             dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None,
             dresidual if need_residual else None, None, None, None, None, None,
         )  # fmt: skip
+
+
+def _output(x: Tensor, table: Tensor) -> Tensor:
+    """The norm's output from the factors and offsets of its affine pass."""
+    rows = x.reshape(*x.shape[:2], -1).float()
+    factor, offset = table.unsqueeze(3).unbind()
+    return ((rows - rows[:1, :, :1]) * factor + offset).view(x.shape)
 
 
 # Function.apply without its functorch check: backends are not used under functorch.

@@ -1,6 +1,9 @@
 """Triton kernels of the norm's backward pass. Argument names are those of ``norm_forward.py``.
 
 All arithmetic is float32 and relative to the mean of the channel's first group (the centre).
+
+A ReLU after the norm stops the gradient where its output ``y`` is zero. With TABLE, ``y`` points to the factors and offsets of
+the forward's affine pass instead (2, B, C), from which the sign is computed again: that reads less than the output.
 """
 
 # mypy: allow-untyped-defs
@@ -33,6 +36,35 @@ def _upstream(g, y, offsets, mask, RELU: tl.constexpr):
 
 
 @triton.jit
+def _affine_of(table, x, row, channel, B, C, sc, TABLE: tl.constexpr):
+    """The factor and offset of each row and channel (ROWS, 1, CHANNELS) in the forward pass, and its pivot."""
+    factor, offset, pivot = 0.0, 0.0, 0.0
+    if TABLE:
+        at = row[:, None] * C + channel[None, :]
+        there = (row < B)[:, None] & (channel < C)[None, :]
+        factor = tl.load(table + at, mask=there, other=0.0)[:, None, :]
+        offset = tl.load(table + B * C + at, mask=there, other=0.0)[:, None, :]
+        pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)[None, None, :]
+    return factor, offset, pivot
+
+
+@triton.jit
+def _load_rows(
+    g, x, y, dresidual, centre, factor, offset, pivot, offsets, mask,
+    RELU: tl.constexpr, TABLE: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """:func:`_load_tile`, where TABLE computes the output again, for its sign, instead of reading it."""
+    if TABLE:
+        value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
+        up = tl.where((value - pivot) * factor + offset > 0, up, 0.0)
+        d = value - centre
+    else:
+        up, d = _load_tile(g, x, y, dresidual, centre, offsets, mask, RELU, RESIDUAL)
+    return up, d
+
+
+@triton.jit
 def _load_tile(
     g, x, y, dresidual, centre, offsets, mask, RELU: tl.constexpr, RESIDUAL: tl.constexpr
 ):  # fmt: skip
@@ -46,7 +78,8 @@ def _load_tile(
 @triton.jit
 def row_sums(
     g, x, y, mean, part_g, part_gx, B, C, P, SPAN, sb, sp, sc,
-    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, TABLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums of ``g`` and of ``g * (x - centre)`` over every part of every row; the centre is the first group's mean."""
     dependent_launch(PDL)
@@ -56,9 +89,12 @@ def row_sums(
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
     sum_g = tl.zeros((ROWS, CHANNELS), tl.float32)
     sum_gx = tl.zeros((ROWS, CHANNELS), tl.float32)
+    factor, offset, pivot = _affine_of(y, x, row, channel, B, C, sc, TABLE)
     for start in range(0, SPAN, PIXELS):
         offsets, mask = tile(row, start + tl.arange(0, PIXELS), channel, B, C, SPAN, sb, sp, sc)
-        up, d = _load_tile(g, x, y, g, centre[None, None, :], begin + offsets, mask, RELU, False)
+        up, d = _load_rows(
+            g, x, y, g, centre[None, None, :], factor, offset, pivot, begin + offsets, mask, RELU, TABLE, False
+        )
         sum_g += tl.sum(up, 1)
         sum_gx += tl.sum(up * d, 1)
     at = (row[:, None] * (P // SPAN) + tl.program_id(1)) * C + channel[None, :]
@@ -158,15 +194,18 @@ def plan_backward(
 @triton.jit
 def affine_backward(
     g, x, y, dx, dresidual, mean, factor, slope, level, B, C, P, sb, sp, sc,
-    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr, TABLE: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``dx = A g + X (x - centre) + K`` for a block of rows, channels and pixels."""
     dependent_launch(PDL)
     row, pixel, channel = reverse_tile(ROWS, PIXELS, CHANNELS)
     centre = tl.load(mean + channel, mask=channel < C, other=0.0)
     offsets, mask = tile(row, pixel, channel, B, C, P, sb, sp, sc)
-    up, d = _load_tile(g, x, y, dresidual, centre[None, None, :], offsets, mask, RELU, RESIDUAL)
+    past_factor, past_offset, pivot = _affine_of(y, x, row, channel, B, C, sc, TABLE)
+    up, d = _load_rows(
+        g, x, y, dresidual, centre[None, None, :], past_factor, past_offset, pivot, offsets, mask, RELU, TABLE, RESIDUAL
+    )
     at = row[:, None] * C + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
     a = tl.load(factor + at, mask=there, other=0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tbbn.accelerators.triton import norm_backward, norm_forward
 from tbbn.accelerators.triton.launch import device_of, launch_options
-from tbbn.accelerators.triton.norm_tiles import Geometry, geometry_of, tiles_for
+from tbbn.accelerators.triton.norm_tiles import Geometry, geometry_of
 from tbbn.accelerators.triton.replay import Launches, record, replayed
 
 
@@ -28,7 +28,7 @@ class Running(NamedTuple):
     total: bool  # whether to add the variance between groups
 
 
-def _strided_like(grad: Tensor, x: Tensor) -> Tensor:
+def strided_like(grad: Tensor, x: Tensor) -> Tensor:
     """``grad`` with the strides of ``x``."""
     if grad.stride() == x.stride():
         return grad
@@ -43,8 +43,11 @@ def _vector(parameter: Tensor | None, other: Tensor) -> Tensor:
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor, eps: float,
     running: Running | None = None, relu: bool = False, residual: Tensor | None = None, moments: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output, and means and variances (2, r, C) of the groups. ``moments`` (2, rows, parts, channels) are used if known."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output; means and variances (2, r, C) of the groups; and what the backward takes the sign of the output from.
+
+    ``moments`` (2, rows, parts, channels) are used if known.
+    """
     groups = gather.shape[0]
     x, geometry = geometry_of(x, groups)
     tiles = geometry.tiles
@@ -52,7 +55,7 @@ def forward(
     parts = tiles.parts if moments is None else moments.shape[2]
     work = None if tiles.whole else work_for(2, geometry, parts if moments is None else 1, y, gather)
     if residual is not None:
-        residual = _strided_like(residual, x)
+        residual = strided_like(residual, x)
     weight, bias = _contiguous(weight), _contiguous(bias)
     bases = [x, y, residual, weight, bias, gather, scatter, stats, work, moments]
     tracked = None
@@ -73,7 +76,7 @@ def forward(
             _forward(launches, x, y, weight, bias, gather, scatter, eps, running, relu, residual, moments,
                      stats, work, geometry, parts)  # fmt: skip
             record(key, launches)
-    return y, stats
+    return y, stats, y if work is None or residual is not None else work[:2]
 
 
 def _forward(
@@ -127,10 +130,10 @@ def eval_forward(
     relu: bool, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """``relu(batch_norm(x) + residual)`` by given statistics."""
-    x, (strides, _, rows, channels, pixels, _) = geometry_of(x, 1)
-    t = tiles_for(rows, channels, pixels, 1, strides[2] == 1, x.element_size(), 0).apply
+    x, (strides, tiles, rows, channels, pixels, _) = geometry_of(x, 1, limit=0)
+    t = tiles.apply
     y = torch.empty_like(x)
-    added = x if residual is None else _strided_like(residual, x)
+    added = x if residual is None else strided_like(residual, x)
     options = launch_options(x)
     with device_of(x):
         norm_forward.eval_affine[t.grid(rows, channels, pixels)](
@@ -142,12 +145,13 @@ def eval_forward(
 
 def backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor,
-    stats: Tensor, eps: float, y: Tensor | None = None, residual: bool = False,
+    stats: Tensor, eps: float, y: Tensor | None = None, residual: bool = False, table: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Gradients of input, weight, bias and residual. ``y`` is the output after a ReLU."""
+    """Gradients of input, weight, bias and residual. ``y`` is the output after a ReLU or, as a ``table``, what
+    :func:`forward` gives for it."""
     x, geometry = geometry_of(x, gather.shape[0])
     tiles = geometry.tiles
-    grad = _strided_like(grad, x)
+    grad = strided_like(grad, x)
     dx = torch.empty_like(x)
     dresidual = torch.empty_like(x) if residual else None
     weight = _contiguous(weight)
@@ -156,14 +160,14 @@ def backward(
     work = None if tiles.whole else work_for(3, geometry, tiles.parts, dx, gather)
     bases = [grad, x, y, dx, dresidual, weight, dweight, dbias, gather, scatter, stats, work]
     key = (
-        "backward", geometry.number, grad.dtype, gather.stride(), scatter.stride(), eps, y is None, residual,
+        "backward", geometry.number, grad.dtype, gather.stride(), scatter.stride(), eps, y is None, residual, table,
         _type(weight), _type(bias),
     )  # fmt: skip
     with device_of(x):
         if not replayed(key, bases):
             launches = Launches(bases)
             _backward(launches, grad, x, y, dx, dresidual, weight, dweight, dbias, gather, scatter, stats, eps,
-                      work, geometry)  # fmt: skip
+                      table, work, geometry)  # fmt: skip
             record(key, launches)
     return dx, dweight, dbias, dx if dresidual is None else dresidual
 
@@ -171,7 +175,7 @@ def backward(
 def _backward(
     launches: Launches, grad: Tensor, x: Tensor, y: Tensor | None, dx: Tensor, dresidual: Tensor | None,
     weight: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, gather: Tensor, scatter: Tensor, stats: Tensor,
-    eps: float, work: Tensor | None, geometry: Geometry,
+    eps: float, table: bool, work: Tensor | None, geometry: Geometry,
 ) -> None:  # fmt: skip
     strides, tiles, rows, channels, pixels, _ = geometry
     groups, (mean, var) = gather.shape[0], stats.unbind()
@@ -196,7 +200,7 @@ def _backward(
     part_g, part_gx = part_sums(3, work, tiles.parts, dx)
     launches.launch(
         norm_backward.row_sums, s.over(rows, channels, tiles.parts),
-        grad, x, output, mean, part_g, part_gx, rows, channels, pixels, pixels // tiles.parts, *strides, *s, relu,
+        grad, x, output, mean, part_g, part_gx, rows, channels, pixels, pixels // tiles.parts, *strides, *s, relu, table,
         num_warps=s.warps, **options,
     )  # fmt: skip
     launches.launch(
@@ -207,7 +211,7 @@ def _backward(
     launches.launch(
         norm_backward.affine_backward, t.grid(rows, channels, pixels),
         grad, x, output, dx, extra, mean, factor, slope, level, rows, channels, pixels, *strides,
-        *t, relu, residual, num_warps=t.warps, **options,
+        *t, relu, table, residual, num_warps=t.warps, **options,
     )  # fmt: skip
 
 

@@ -132,16 +132,20 @@ _numbers = count()
 _MOST = 4096  # geometries kept
 
 
-def geometry_of(x: Tensor, groups: int) -> tuple[Tensor, Geometry]:
-    """The geometry of ``x``, looked up; with ``x`` itself, made contiguous if the kernels cannot take its strides."""
-    key = (x.shape, x.stride(), x.dtype, x.device, groups, WHOLE_LIMIT)
+def geometry_of(x: Tensor, groups: int, limit: int | None = None) -> tuple[Tensor, Geometry]:
+    """The geometry of ``x``, looked up; with ``x`` itself, made contiguous if the kernels cannot take its strides.
+
+    ``limit`` replaces ``WHOLE_LIMIT``; with 0 no tile is whole.
+    """
+    limit = WHOLE_LIMIT if limit is None else limit
+    key = (x.shape, x.stride(), x.dtype, x.device, groups, limit)
     found = _geometries.get(key)
     if found is None:
         strides = _strides(x.shape, x.stride())
         if strides is None:
-            return geometry_of(x.contiguous(), groups)
+            return geometry_of(x.contiguous(), groups, limit)
         (rows, channels), pixels = x.shape[:2], _pixels(x)
-        tiles = tiles_for(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), WHOLE_LIMIT)
+        tiles = tiles_for(rows, channels, pixels, groups, strides[2] == 1, x.element_size(), limit)
         if len(_geometries) >= _MOST:
             _geometries.clear()
         found = _geometries[key] = Geometry(strides, tiles, rows, channels, pixels, next(_numbers))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tbbn.accelerators.fused import Conv2d, conv_moments, norm_act
+from tbbn.accelerators.fused import Conv2d, conv_moments, conv_norm, norm_act
 from tbbn.bench.models.base import Backbone, Features, global_average, kaiming
 
 
@@ -49,8 +49,11 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor, *, relu: bool = False) -> Tensor:
         out, x, moments = conv_moments(self.conv1, x, self.bn1)
         out, _, moments = conv_moments(self.conv2, norm_act(self.bn1, out, moments=moments), self.bn2)
-        shortcut = x if self.downsample is None else self.downsample(x)
-        return norm_act(self.bn2, out, relu=relu, residual=shortcut, moments=moments)
+        if isinstance(self.downsample, nn.Sequential):
+            x = conv_norm(self.downsample, x)
+        elif self.downsample is not None:
+            x = self.downsample(x)
+        return norm_act(self.bn2, out, relu=relu, residual=x, moments=moments)
 
 
 class ResNet(Backbone):
