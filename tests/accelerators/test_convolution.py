@@ -230,13 +230,16 @@ def test_autocast_leaves_float64_alone(device):
 
 
 @on_device
-def test_moments_come_along_in_training_only(device, through):
+def test_moments_come_along_where_the_norm_needs_them(device, through):
     conv, x = layer(size=1).to(device), noise(2, 16, 16, 16).to(device)
-    trained = conv.with_moments(x)
-    assert trained.moments is not None
-    seen = conv.eval().with_moments(x)
-    assert seen.moments is None
-    assert torch.equal(seen.out, trained.out) and torch.equal(conv(x), trained.out)
+    norms = {name: tbbn.convert(nn.BatchNorm2d(16), norm=name).to(device) for name in ("tbbn", "cn", "brn", "in")}
+    for name, norm in norms.items():
+        trained = conv_moments(conv, x, norm)
+        assert trained.moments is not None
+        seen = conv_moments(conv, x, norm.eval())
+        assert (seen.moments is not None) == (name in ("cn", "in"))  # by the sample in eval mode, too
+        assert torch.equal(seen.out, trained.out) and torch.equal(conv(x), trained.out)
+    assert conv.with_moments(x, moments=False).moments is None
 
 
 @on_device

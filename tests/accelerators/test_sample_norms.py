@@ -194,7 +194,36 @@ def test_a_penalty_alone_has_a_gradient(device):
     ],
 )
 def test_one_program_holds_the_moments_of_a_small_batch(shape, fits, device):
-    assert normaliser.supports(torch.empty(shape, device=device)) is fits
+    norm, x = InstanceNorm(shape[1]), torch.empty(shape, device=device)
+    assert normaliser.supports(x, norm, norm.form(x)) is fits
+
+
+@on_device
+@pytest.mark.parametrize("name", ["in", "gn", "cn", "sn", "sn, unbiased"])
+def test_eval_mode_without_a_gradient_is_in_the_kernels_for_any_number_of_rows(name, device, monkeypatch):
+    calls, real = [], normaliser.normalise
+    monkeypatch.setattr(normaliser, "normalise", lambda *given: calls.append(1) or real(*given))
+    norm, x, residual = made(name, device).eval(), noise(67, C, 2, 4).to(device), noise(67, C, 2, 4, value=2).to(device)
+    before = {key: t.clone() for key, t in norm.named_buffers()}
+    with torch.no_grad():
+        want = by_forward(norm, x, True, residual)
+        assert apart(by_kernels(norm, x, True, residual), want) < 1e-5
+        assert apart(by_kernels(norm, x, True, residual, parts_of(x, 2)), want) < 1e-5
+    assert len(calls) == 2
+    assert all(torch.equal(t, before[key]) for key, t in norm.named_buffers())
+    own = x.clone().requires_grad_()
+    given = torch.autograd.grad(by_kernels(norm, own, True, residual).square().sum(), own)[0]
+    want = torch.autograd.grad(by_forward(norm, own, True, residual).square().sum(), own)[0]
+    assert apart(given, want) < 1e-5 and len(calls) == 2
+
+
+@on_device
+@pytest.mark.parametrize("name", ["cn without running statistics", "brn, eps on std", "adab2n"])
+def test_other_norms_are_not_in_the_kernels_in_eval_mode(name, device):
+    norm, x = made(name, device).eval(), noise(4, C, 3, 3).to(device)
+    form = norm.form(x)
+    with torch.no_grad():
+        assert form is None or not normaliser.supports(x, norm, form)
 
 
 @on_device
@@ -249,6 +278,16 @@ def test_on_the_cpu_the_layer_itself_is_called(monkeypatch):
     monkeypatch.setattr(fused, "_normalise", lambda *_: pytest.fail("no kernels on a CPU"))
     norm, x = made("cn", "cpu"), noise(4, C, 3, 3)
     assert torch.equal(fused.norm_act(copy.deepcopy(norm), x), by_forward(norm, x, True, None))
+
+
+@here
+@pytest.mark.parametrize("name", ["brn", "adab2n"])
+def test_a_norm_that_is_batch_norm_in_eval_mode_is_evaluated_as_one(name, monkeypatch):
+    monkeypatch.setattr(fused, "_by_sample", lambda norm, x: True)
+    monkeypatch.setattr(fused, "_normalise", lambda *_: pytest.fail("no moments are needed"))
+    norm, x, residual = made(name, "cpu").eval(), noise(4, C, 3, 3), noise(4, C, 3, 3, value=2)
+    with torch.no_grad():
+        assert torch.equal(fused.norm_act(norm, x, residual=residual), by_forward(norm, x, True, residual))
 
 
 @here

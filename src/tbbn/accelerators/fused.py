@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,8 @@ def norm_act(
     ``moments`` of ``x``, as :func:`conv_moments` returns them, save the norm a pass.
     """
     if hasattr(norm, "normaliser") and _by_sample(norm, x):
+        if not norm.training and getattr(norm, "is_batch_norm_in_eval", False):
+            return _eval_act(cast(PlannedNorm, norm), x, relu, residual)
         return _normalise(norm, x, relu, residual, moments)
     if not isinstance(norm, _FUSABLE) or norm.output_statistics or torch.compiler.is_compiling() or _hooked(norm):
         return activate(norm(x), relu, residual)
@@ -90,10 +92,9 @@ def _normalise(norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moment
     """:func:`norm_act` for a norm with a ``normaliser`` (``tbbn.nn.comparison``): the passes over ``x`` are kernels."""
     from tbbn.accelerators.triton import normaliser, sample
 
-    if norm.training and hasattr(norm, "form") and normaliser.supports(x):
-        form = norm.form(x)
-        if form is not None:
-            return normaliser.normalise(norm, form, x, relu, residual, moments)
+    form = norm.form(x) if hasattr(norm, "form") else None
+    if form is not None and normaliser.supports(x, norm, form):
+        return normaliser.normalise(norm, form, x, relu, residual, moments)
     state = norm.snapshot(x) if hasattr(norm, "snapshot") else ()
     if state is None:
         return activate(norm(x), relu, residual)
@@ -159,8 +160,15 @@ def conv_norm(pair: nn.Sequential, x: Tensor) -> Tensor:
 def conv_moments(conv: nn.Module, x: Tensor, norm: nn.Module) -> Convolved:
     """A convolution followed by ``norm``, with the moments that :func:`norm_act` takes, if both can."""
     if isinstance(conv, Conv2d):
-        return conv.with_moments(x, moments=isinstance(norm, _FUSABLE) or hasattr(norm, "normaliser"))
+        return conv.with_moments(x, moments=_takes_moments(norm))
     return Convolved(conv(x), x, None)
+
+
+def _takes_moments(norm: nn.Module) -> bool:
+    """Whether the norm needs the moments of its input, in the mode it is in."""
+    if norm.training:
+        return isinstance(norm, _FUSABLE) or hasattr(norm, "normaliser")
+    return hasattr(norm, "normaliser") and not getattr(norm, "is_batch_norm_in_eval", False)
 
 
 class Conv2d(nn.Conv2d):
@@ -174,11 +182,11 @@ class Conv2d(nn.Conv2d):
         return super().forward(x) if kernels is None else self._launch(kernels, x, False).out
 
     def with_moments(self, x: Tensor, *, moments: bool = True) -> Convolved:
-        """The convolution and, in training, the moments of its output, if they are wanted and the kernels have them."""
+        """The convolution and the moments of its output, if they are wanted and the kernels have them."""
         kernels = self.kernels_for(x)
         if kernels is None or _hooked(self):
             return Convolved(self(x), x, None)
-        return self._launch(kernels, x, moments and self.training)
+        return self._launch(kernels, x, moments)
 
     def _launch(self, kernels: Any, x: Tensor, moments: bool) -> Convolved:
         weight = self.weight.to(_compute_dtype(x))

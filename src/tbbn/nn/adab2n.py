@@ -118,6 +118,8 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
 
     def form(self, x: Tensor) -> ByTask | None:
         """None where rows are not samples, or the layer is batch norm, or must not move its statistics again."""
+        if not self.training:
+            return None
         try:
             layout, member = self.find_layout(x)
         except RowsPerSample:

@@ -24,10 +24,20 @@ _MOST = 8192  # moments of a batch that one program holds
 Form = Groups | Mixture | Renorm | ByTask
 
 
-def supports(x: Tensor) -> bool:
-    """Whether one program can hold the moments of ``x``. It sums halves with halves: channels must be a power of two."""
+def supports(x: Tensor, norm: Any, form: Form) -> bool:
+    """Whether the kernels take this norm in its mode, which in eval mode must not need a gradient.
+
+    In training one program holds all moments of the batch. It sums halves with halves: channels must be a power of two.
+    """
     rows, channels = x.shape[:2]
-    return channels & (channels - 1) == 0 and rows * channels > 0 and (1 << (rows - 1).bit_length()) * channels <= _MOST
+    if channels & (channels - 1) or rows * channels == 0:
+        return False
+    if norm.training:
+        return (1 << (rows - 1).bit_length()) * channels <= _MOST
+    uses_running = not isinstance(form, Groups) or form.then_batch
+    if isinstance(form, Renorm) or (uses_running and norm.running_mean is None):
+        return False
+    return channels <= _MOST and not torch.is_grad_enabled()
 
 
 class _Statistics(NamedTuple):
@@ -40,7 +50,7 @@ class _Statistics(NamedTuple):
 
 
 def normalise(norm: Any, form: Form, x: Tensor, relu: bool, residual: Tensor | None, moments: Tensor | None) -> Tensor:
-    """``relu(norm(x) + residual)`` in training."""
+    """``relu(norm(x) + residual)``; in eval mode without a gradient."""
     if moments is not None and moments.shape[2] > MOST_PARTS:
         moments = None
     running = None
@@ -53,7 +63,8 @@ def normalise(norm: Any, form: Form, x: Tensor, relu: bool, residual: Tensor | N
     elif isinstance(form, ByTask):
         logits = norm.task_logits, None
     residual = None if residual is None else residual.to(x.dtype)
-    y, penalty = _Normalised.apply(x, norm.weight, norm.bias, residual, *logits, form, norm.eps, running, relu, moments)
+    given = (x, norm.weight, norm.bias, residual, *logits, form, norm.eps, running, relu, moments, not norm.training)
+    y, penalty = _Normalised.apply(*given)
     if isinstance(form, ByTask):
         norm.penalty = penalty if form.strength else None
     return y
@@ -64,7 +75,7 @@ class _Normalised(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
         mean_logits: Tensor | None, var_logits: Tensor | None, form: Form, eps: float, running: _Statistics | None,
-        relu: bool, moments: Tensor | None,
+        relu: bool, moments: Tensor | None, fixed: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         x, geometry = geometry_of(x, 1, limit=0)
         strides, tiles, rows, channels, pixels, _ = geometry
@@ -77,6 +88,7 @@ class _Normalised(torch.autograd.Function):
         mean, var = stats.unbind()
         residual = None if residual is None else strided_like(residual, x)
         moving = _Statistics(mean, var, 0.0, mean) if running is None else running
+        held = min(tiles.batch, 64, max(1, _MOST // channels)) if fixed else tiles.batch  # rows of a program
         options, s, t = launch_options(x), tiles.sums, tiles.apply
         with device_of(x):
             if moments is None:
@@ -87,19 +99,19 @@ class _Normalised(torch.autograd.Function):
                 )  # fmt: skip
             else:
                 part_mean, part_var = moments.unbind()
-            normaliser_kernels.forward[(1,)](
+            normaliser_kernels.forward[(-(-rows // held),)](
                 x, part_mean, part_var, work[0], work[1], *_given(mean, weight, bias), mean, var,
                 *_given(mean, kept, mean_logits, var_logits), *moving, eps, *_limits(form), _instance(form, pixels),
                 *_tasks(form, penalty, mean), rows, pixels, strides[2],
-                tiles.batch, channels, _groups(form, channels), parts, moments is not None,
-                weight is not None, bias is not None, *_flags(form), _power(form), running is not None,
-                num_warps=_warps(tiles.batch * channels), **options,
+                held, channels, _groups(form, channels), parts, moments is not None,
+                weight is not None, bias is not None, *_flags(form), _power(form), running is not None, fixed,
+                num_warps=_warps(held * channels), **options,
             )  # fmt: skip
             norm_forward.affine[t.grid(rows, channels, pixels)](
                 x, y, x if residual is None else residual, work[0], work[1], rows, channels, pixels, *strides, *t,
                 relu, residual is not None, num_warps=t.warps, **options,
             )  # fmt: skip
-        if running is not None:
+        if running is not None and not fixed:
             moved = (running.mean, running.var, running.batches)
             torch.autograd.graph.increment_version((*moved, form.rate) if isinstance(form, ByTask) else moved)
         sign = y if residual is not None else work[:2]
@@ -143,7 +155,7 @@ class _Normalised(torch.autograd.Function):
                 relu, table, shares, num_warps=t.warps, **options,
             )  # fmt: skip
         dweight, dbias, *dlogits = own
-        return dx, dweight, dbias, dresidual if ctx.adds else None, *dlogits, None, None, None, None, None
+        return dx, dweight, dbias, dresidual if ctx.adds else None, *dlogits, None, None, None, None, None, None
 
 
 def _given(other: Tensor, *tensors: Tensor | None) -> list[Tensor]:

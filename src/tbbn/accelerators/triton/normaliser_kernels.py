@@ -108,15 +108,16 @@ def forward(
     member, n_tasks, rate, penalty, first_rate, decay, strength, B, P, sc,
     BATCH: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ABSOLUTE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, THEN_BATCH: tl.constexpr, MIXTURE: tl.constexpr, RENORM: tl.constexpr,
-    ON_STD: tl.constexpr, TASKS: tl.constexpr, RUNNING: tl.constexpr, PDL: tl.constexpr,
+    ON_STD: tl.constexpr, TASKS: tl.constexpr, RUNNING: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Factor and offset of ``y = (x - pivot) * factor + offset``. Stores the moments, and updates running statistics.
 
     ``instance`` multiplies the variances of rows in a mixture. ``kept`` (2, C) holds a renorm's inverse and shift, or the running
-    statistics that a penalty compares with. The logits of tasks are in ``mean_logits``.
+    statistics that a penalty compares with. The logits of tasks are in ``mean_logits``. With FIXED, for groups and mixtures in
+    eval mode, the running statistics replace those of the batch, nothing else is stored, and a program has BATCH rows of its own.
     """
     dependent_launch(PDL)
-    row, channel = tl.arange(0, BATCH), tl.arange(0, C)
+    row, channel = tl.program_id(0) * BATCH + tl.arange(0, BATCH), tl.arange(0, C)
     there = (row < B)[:, None]
     at = row[:, None] * C + channel[None, :]
     part = row[:, None] * (PARTS * C) + channel[None, :]
@@ -134,8 +135,9 @@ def forward(
     v /= PARTS
     if not ABSOLUTE:
         m = tl.where(there, m + pivot[None, :], 0.0)
-    tl.store(mean + at, m, mask=there)
-    tl.store(var + at, v, mask=there)
+    if not FIXED:
+        tl.store(mean + at, m, mask=there)
+        tl.store(var + at, v, mask=there)
 
     n = tl.full((), 1.0, tl.float32) * B * P  # a tensor, also where B is a constant
     shift = tl.zeros((C,), tl.float32)
@@ -186,17 +188,25 @@ def forward(
         layer_mean = tl.sum(m, 1) / C
         off = m - layer_mean[:, None]
         layer_var = tl.sum(v + off * off, 1) / C
-        batch_mean, batch_var = _over_batch(m, v, there, B)
+        if FIXED:
+            batch_mean = tl.load(running_mean + channel).to(tl.float32)
+            batch_var = tl.load(running_var + channel).to(tl.float32)
+        else:
+            batch_mean, batch_var = _over_batch(m, v, there, B)
         center = m_row * m + m_layer * layer_mean[:, None] + m_batch * batch_mean[None, :]
         inverse = tl.rsqrt(v_row * v + v_layer * layer_var[:, None] + v_batch * batch_var[None, :] + eps)
     else:
         center, inverse, h_mean, h_var = _grouped(m, v, there, eps, BATCH, C, GROUPS)
         if THEN_BATCH:
-            batch_mean, batch_var = _over_batch(h_mean, h_var, there, B)
+            if FIXED:
+                batch_mean = tl.load(running_mean + channel).to(tl.float32)
+                batch_var = tl.load(running_var + channel).to(tl.float32)
+            else:
+                batch_mean, batch_var = _over_batch(h_mean, h_var, there, B)
             again = tl.rsqrt(batch_var + eps)
             inverse *= again[None, :]
             shift = -batch_mean * again
-    if RUNNING and not RENORM and TASKS == 0:
+    if RUNNING and not FIXED and not RENORM and TASKS == 0:
         old_mean = tl.load(running_mean + channel).to(tl.float32)
         old_var = tl.load(running_var + channel).to(tl.float32)
         tl.store(running_mean + channel, old_mean + momentum * (batch_mean - old_mean))
