@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,26 @@ def slow(formula: str, temperature: float) -> float:
 )
 def test_distillation_terms_follow_their_formulas(formula: str, term: object, temperature: float) -> None:
     assert term(S, T, temperature).item() == pytest.approx(slow(formula, temperature), rel=1e-5)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("term", [terms.soft_kl, terms.soft_binary_cross_entropy])
+@pytest.mark.parametrize("sizes", [(3,), (2, 2, 2), (4, 2, 1), (2, 2)], ids=str)
+def test_a_sum_over_heads_is_that_of_each_head(term: Any, sizes: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64).unbind()
+    calls = []
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(1)
+        return term(*given)
+
+    student.requires_grad_()
+    got = terms.over_heads(counted, student, teacher, sizes, 2.0)
+    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+    want = sum(term(student[:, e - n : e], teacher[:, e - n : e], 2.0) for n, e in zip(sizes, ends, strict=True))
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(value, student)[0] for value in (got, want)))
+    assert len(calls) == (1 if len(set(sizes)) == 1 else len(sizes))
 
 
 def test_soft_kl_of_equal_logits_is_zero() -> None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
-from tbbn.bench.methods.terms import cross_entropy, soft_binary_cross_entropy
+from tbbn.bench.methods.terms import cross_entropy, over_heads, soft_binary_cross_entropy
 from tbbn.bench.models import Output
 from tbbn.options import option
 from tbbn.registry import register_method
@@ -58,7 +56,6 @@ class EndToEnd(Method):
         losses = {"ce": cross_entropy(output.logits, batch.labels)}
         if previous is None or len(previous.task_sizes) == skip:
             return losses
-        n_heads = len(previous.task_sizes) - skip
-        pairs = zip(output.heads()[:n_heads], previous.heads()[:n_heads], strict=True)
-        terms = [soft_binary_cross_entropy(new, old, self.temperature) for new, old in pairs]
-        return losses | {"kd": self.kd * torch.stack(terms).sum()}
+        heads = previous.task_sizes[: len(previous.task_sizes) - skip]
+        kd = over_heads(soft_binary_cross_entropy, output.logits, previous.logits, heads, self.temperature)
+        return losses | {"kd": self.kd * kd}

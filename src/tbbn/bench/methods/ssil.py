@@ -13,7 +13,7 @@ import torch
 
 from tbbn.bench.data.types import Batch
 from tbbn.bench.methods.base import Losses, Method
-from tbbn.bench.methods.terms import cross_entropy, soft_kl
+from tbbn.bench.methods.terms import cross_entropy, over_heads, soft_kl
 from tbbn.bench.models import Output
 from tbbn.options import option
 from tbbn.registry import register_method
@@ -33,8 +33,9 @@ class SeparatedSoftmax(Method):
         other = (batch.labels >= batch.n_old_classes)[:, None] != is_new
         losses = {"ce": cross_entropy(output.logits.masked_fill(other, -torch.inf), batch.labels)}
         if previous is not None:
-            pairs = list(zip(output.heads(), previous.heads(), strict=False))  # the newest head has no counterpart
+            student, teacher, heads = output.logits, previous.logits, previous.task_sizes
             if self.kd_last_task_only:
-                pairs = pairs[-1:]
-            losses["kd"] = self.kd * torch.stack([soft_kl(new, old, self.temperature) for new, old in pairs]).sum()
+                *before, last = heads
+                student, teacher, heads = student[:, sum(before) :], teacher[:, sum(before) :], (last,)
+            losses["kd"] = self.kd * over_heads(soft_kl, student, teacher, heads, self.temperature)
         return losses

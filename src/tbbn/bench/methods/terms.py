@@ -6,7 +6,7 @@ nothing in a training step waits for the device, so that a step can be captured 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,25 @@ def soft_binary_cross_entropy(student: Tensor, teacher: Tensor, temperature: flo
     # The bound keeps value and gradient finite where q is 1, as in a head of one class.
     log_not_q = torch.log(-torch.expm1(log_q.clamp(max=-1e-7)))
     return -(p * log_q + (1 - p) * log_not_q).mean()
+
+
+def over_heads(
+    term: Callable[[Tensor, Tensor, float], Tensor],
+    student: Tensor,
+    teacher: Tensor,
+    sizes: Sequence[int],
+    temperature: float,
+) -> Tensor:
+    """sum_k term(student_k, teacher_k, T) for a term that is a mean over rows; head k has the next ``sizes[k]`` columns.
+
+    Heads of equal size are the rows of one call: with ten heads a term of twenty launches would be two hundred.
+    """
+    classes = sum(sizes)
+    student, teacher = student[:, :classes], teacher[:, :classes]
+    if len(set(sizes)) == 1:
+        return len(sizes) * term(student.reshape(-1, sizes[0]), teacher.reshape(-1, sizes[0]), temperature)
+    pairs = zip(student.split(tuple(sizes), 1), teacher.split(tuple(sizes), 1), strict=True)
+    return torch.stack([term(new, old, temperature) for new, old in pairs]).sum()
 
 
 def cosine_distance(x: Tensor, y: Tensor) -> Tensor:
