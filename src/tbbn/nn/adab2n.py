@@ -118,13 +118,8 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
 
     def form(self, x: Tensor) -> ByTask | None:
         """None where rows are not samples, or the layer is batch norm, or must not move its statistics again."""
-        if not self.training:
-            return None
-        try:
-            layout, member = self.find_layout(x)
-        except RowsPerSample:
-            return None
-        if layout is None or not layout.past_tasks or recomputing():
+        member = self._members(x)
+        if member is None or recomputing():
             return None
         assert self.momentum is not None and isinstance(self.rate, Tensor)
         self.penalty = None
@@ -136,17 +131,22 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
 
         None where rows are not samples, or the layer is batch norm.
         """
+        member = self._members(x)
+        if member is None:
+            return None
+        assert self.running_mean is not None and self.running_var is not None and isinstance(self.rate, Tensor)
+        weights = self._weights(member.to(x.device, statistics_dtype(x)))
+        return weights, self.running_mean.clone(), self.running_var.clone(), self.rate.clone()
+
+    def _members(self, x: Tensor) -> Tensor | None:
+        """The task of each row (B, tasks); None where rows are not samples, or the layer is batch norm."""
         if not self.training:
             return None
         try:
             layout, member = self.find_layout(x)
         except RowsPerSample:
             return None
-        if layout is None or not layout.past_tasks:
-            return None
-        assert self.running_mean is not None and self.running_var is not None and isinstance(self.rate, Tensor)
-        weights = self._weights(member.to(x.device, statistics_dtype(x)))
-        return weights, self.running_mean.clone(), self.running_var.clone(), self.rate.clone()
+        return None if layout is None or not layout.past_tasks else member
 
     def normaliser(self, x: Tensor, mean: Tensor, var: Tensor, *state: Tensor) -> Normaliser:
         weights, *running = state

@@ -219,6 +219,24 @@ def whole_forward(
 
 
 @triton.jit
+def merged_parts(
+    part_mean, part_var, at, there, C, BATCH: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Mean and variance (BATCH, CHANNELS) of rows from those of their equal PARTS; ``at`` are the places of the first ones."""
+    m = tl.zeros((BATCH, CHANNELS), tl.float32)
+    for part in tl.static_range(PARTS):
+        m += tl.load(part_mean + at + part * C, mask=there, other=0.0)
+    m /= PARTS
+    v = tl.zeros((BATCH, CHANNELS), tl.float32)
+    for part in tl.static_range(PARTS):
+        v += tl.load(part_var + at + part * C, mask=there, other=0.0)
+        if PARTS > 1:
+            off = tl.load(part_mean + at + part * C, mask=there, other=0.0) - m
+            v += off * off
+    return m, v / PARTS
+
+
+@triton.jit
 def plan_forward(
     x, part_mean, part_var, factor, offset, weight, bias, gather, scatter, mean, var,
     running_mean, running_var, running, sizes, momentum, batches, eps,
@@ -234,20 +252,11 @@ def plan_forward(
     pivot = tl.load(x + channel * sc, mask=channel < C, other=0.0).to(tl.float32)
     at = row[:, None] * (PARTS * C) + channel[None, :]
     there = (row < B)[:, None] & (channel < C)[None, :]
-    m = tl.zeros((BATCH, CHANNELS), tl.float32)
-    for part in tl.static_range(PARTS):
-        m += tl.load(part_mean + at + part * C, mask=there, other=0.0)
-    m /= PARTS
-    v = tl.zeros((BATCH, CHANNELS), tl.float32)
-    for part in tl.static_range(PARTS):
-        v += tl.load(part_var + at + part * C, mask=there, other=0.0)
-        if PARTS > 1:
-            off = tl.load(part_mean + at + part * C, mask=there, other=0.0) - m
-            v += off * off
+    m, v = merged_parts(part_mean, part_var, at, there, C, BATCH, CHANNELS, PARTS)
     if ABSOLUTE:
         m -= pivot[None, :]
     a, s = _forward_plan(
-        m, v / PARTS, row, channel, pivot, tl.program_id(0) == 0, weight, bias, gather, scatter, mean, var,
+        m, v, row, channel, pivot, tl.program_id(0) == 0, weight, bias, gather, scatter, mean, var,
         running_mean, running_var, running, sizes, momentum, batches, eps, B, C, P, R, gj, gb, vb, vj,
         BATCH, CHANNELS, GROUPS, WEIGHT, BIAS, RUNNING, TOTAL, ON_DEVICE, COUNT,
     )  # fmt: skip

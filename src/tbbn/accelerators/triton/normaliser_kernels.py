@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from tbbn.accelerators.triton.launch import dependent_launch
-from tbbn.accelerators.triton.norm_forward import gain_of
+from tbbn.accelerators.triton.norm_forward import gain_of, merged_parts
 
 
 @triton.jit
@@ -122,17 +122,7 @@ def forward(
     at = row[:, None] * C + channel[None, :]
     part = row[:, None] * (PARTS * C) + channel[None, :]
     pivot = tl.load(x + channel * sc).to(tl.float32)
-    m = tl.zeros((BATCH, C), tl.float32)
-    for i in tl.static_range(PARTS):
-        m += tl.load(part_mean + part + i * C, mask=there, other=0.0)
-    m /= PARTS
-    v = tl.zeros((BATCH, C), tl.float32)
-    for i in tl.static_range(PARTS):
-        v += tl.load(part_var + part + i * C, mask=there, other=0.0)
-        if PARTS > 1:
-            off = tl.load(part_mean + part + i * C, mask=there, other=0.0) - m
-            v += off * off
-    v /= PARTS
+    m, v = merged_parts(part_mean, part_var, part, there, C, BATCH, C, PARTS)
     if not ABSOLUTE:
         m = tl.where(there, m + pivot[None, :], 0.0)
     if not FIXED:
