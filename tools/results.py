@@ -96,7 +96,9 @@ a table of the paper beside ours. Real CIFAR-100, 10 tasks, 2000 exemplars, ResN
 - under the `clean` protocol (momentum 0.9, the usual crop, last epoch), {len(clean.bn)} seeds: A_f {clean.gain:+.1f} ({clean.error:.1f}), A_a
   {found["clean"].metric("ft", "A_a").gain:+.1f} ({found["clean"].metric("ft", "A_a").error:.1f}): all but gone;
 - with other methods, seed 0: A_f {", ".join(f"{m} {f:+.1f}" for m, f, _ in others)}; A_a {", ".join(f"{m} {a:+.1f}" for m, _, a in others)}.
-  One seed says little: seeds of fine-tuning differ by about 2 points.
+  One seed says little: seeds of fine-tuning differ by about 2 points;
+- beside other norms, fine-tuning, best epoch, seed {SEED}: A_f {_ranking(found["best"])}. One seed, and which epoch was
+  kept may explain much of it (below).
 
 {measured.gains(found).render("md")}
 
@@ -292,18 +294,28 @@ def _unfinished(finished: measured.Measured) -> Table:
     return Table(("run", *(f"task {t + 1}" for t in range(len(rows[0]) - 1))), tuple(rows))
 
 
-def _one_seed(pair: measured.Measured) -> Table:
-    """The metrics of every norm of Table 1 with the same seed, best average accuracy first."""
+def _of_one_seed(pair: measured.Measured) -> dict[str, dict[str, float]]:
+    """The metrics of every norm of Table 1 with the same seed, in percent."""
     runs = {norm: accuracy for (_, norm, seed), accuracy in pair.runs.items() if seed == SEED}
     runs |= {
         r.run_config.label.removeprefix("ft + "): r.accuracy
         for r in records_in(ROOT / OTHER_NORMS)
         if r.run_config.seed == SEED
     }
-    values = {norm: {name: metric(run) for name, metric in measured.METRICS.items()} for norm, run in runs.items()}
-    order = sorted(values, key=lambda norm: -values[norm]["A_a"])
-    rows = tuple((norm, *(f"{100 * value:.1f}" for value in values[norm].values())) for norm in order)
+    return {norm: {name: 100 * metric(run) for name, metric in measured.METRICS.items()} for norm, run in runs.items()}
+
+
+def _one_seed(pair: measured.Measured) -> Table:
+    """The metrics of every norm of Table 1 with the same seed, best average accuracy first."""
+    found = sorted(_of_one_seed(pair).items(), key=lambda item: -item[1]["A_a"])
+    rows = tuple((norm, *(f"{value:.1f}" for value in values.values())) for norm, values in found)
     return Table(("norm", *measured.METRICS), rows)
+
+
+def _ranking(pair: measured.Measured) -> str:
+    """Every norm of Table 1 with its A_f for one seed, best first."""
+    found = sorted(_of_one_seed(pair).items(), key=lambda item: -item[1]["A_f"])
+    return ", ".join(f"{norm} {values['A_f']:.1f}" for norm, values in found)
 
 
 def _lost(method: str) -> float:
