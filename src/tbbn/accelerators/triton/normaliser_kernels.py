@@ -122,6 +122,13 @@ def forward(
     at = row[:, None] * C + channel[None, :]
     part = row[:, None] * (PARTS * C) + channel[None, :]
     pivot = tl.load(x + channel * sc).to(tl.float32)
+    # What is replaced below is read here: several threads hold the same channel, and a barrier must lie in between.
+    if RUNNING:
+        old_mean = tl.load(running_mean + channel).to(tl.float32)
+        old_var = tl.load(running_var + channel).to(tl.float32)
+        count = tl.load(batches)
+    if TASKS > 0:
+        old_rate = tl.load(rate).to(tl.float32)
     m, v = merged_parts(part_mean, part_var, part, there, C, BATCH, C, PARTS)
     if not ABSOLUTE:
         m = tl.where(there, m + pivot[None, :], 0.0)
@@ -134,9 +141,8 @@ def forward(
     if RENORM:
         batch_mean, batch_var = _over_batch(m, v, there, B)
         sigma = _deviation(batch_var, eps, ON_STD)
-        old_mean = tl.load(running_mean + channel).to(tl.float32)
-        old_sigma = _deviation(tl.load(running_var + channel).to(tl.float32), eps, ON_STD)
-        step = tl.load(batches).to(tl.float32) - 5000
+        old_sigma = _deviation(old_var, eps, ON_STD)
+        step = count.to(tl.float32) - 5000
         r_max = tl.minimum(tl.maximum(1 + (r_most - 1) * step / 35000, 1.0), r_most)
         d_max = tl.minimum(tl.maximum(d_most * step / 20000, 0.0), d_most)
         ratio = tl.minimum(tl.maximum(sigma / old_sigma, 1 / r_max), r_max)
@@ -145,28 +151,20 @@ def forward(
         tl.store(kept + C + channel, shift)
         center = batch_mean[None, :] + tl.zeros((BATCH, C), tl.float32)
         inverse = (ratio / sigma)[None, :] + tl.zeros((BATCH, C), tl.float32)
+        new_mean = old_mean + momentum * (batch_mean - old_mean)
         new_sigma = old_sigma + momentum * (sigma - old_sigma)
-        tl.store(running_mean + channel, old_mean + momentum * (batch_mean - old_mean))
         if ON_STD:
-            tl.store(running_var + channel, (new_sigma - eps) * (new_sigma - eps))
+            new_var = (new_sigma - eps) * (new_sigma - eps)
         else:
-            tl.store(running_var + channel, new_sigma * new_sigma - eps)
-        tl.store(batches, tl.load(batches) + 1)
+            new_var = new_sigma * new_sigma - eps
     elif TASKS > 0:
         w, _, _, _, _, _ = _task_weights(member, mean_logits, row, n_tasks, B, TASKS)
         batch_mean, batch_var = _weighted(m, v, w)
-        before = tl.load(rate).to(tl.float32)
-        now = tl.where(before == 0, first_rate, before / (before + decay))
-        old_mean = tl.load(running_mean + channel).to(tl.float32)
-        old_var = tl.load(running_var + channel).to(tl.float32)
-        new_mean = old_mean + now * (batch_mean - old_mean)
-        new_var = old_var + now * (batch_var - old_var)
-        tl.store(running_mean + channel, new_mean)
-        tl.store(running_var + channel, new_var)
+        new_rate = tl.where(old_rate == 0, first_rate, old_rate / (old_rate + decay))
+        new_mean = old_mean + new_rate * (batch_mean - old_mean)
+        new_var = old_var + new_rate * (batch_var - old_var)
         tl.store(kept + channel, new_mean)
         tl.store(kept + C + channel, new_var)
-        tl.store(rate, now)
-        tl.store(batches, tl.load(batches) + 1)
         far = (batch_mean - new_mean) * (batch_mean - new_mean) + (batch_var - new_var) * (batch_var - new_var)
         tl.store(penalty, strength * tl.sum(far, 0) / C)
         center = batch_mean[None, :] + tl.zeros((BATCH, C), tl.float32)
@@ -179,8 +177,7 @@ def forward(
         off = m - layer_mean[:, None]
         layer_var = tl.sum(v + off * off, 1) / C
         if FIXED:
-            batch_mean = tl.load(running_mean + channel).to(tl.float32)
-            batch_var = tl.load(running_var + channel).to(tl.float32)
+            batch_mean, batch_var = old_mean, old_var
         else:
             batch_mean, batch_var = _over_batch(m, v, there, B)
         center = m_row * m + m_layer * layer_mean[:, None] + m_batch * batch_mean[None, :]
@@ -189,19 +186,22 @@ def forward(
         center, inverse, h_mean, h_var = _grouped(m, v, there, eps, BATCH, C, GROUPS)
         if THEN_BATCH:
             if FIXED:
-                batch_mean = tl.load(running_mean + channel).to(tl.float32)
-                batch_var = tl.load(running_var + channel).to(tl.float32)
+                batch_mean, batch_var = old_mean, old_var
             else:
                 batch_mean, batch_var = _over_batch(h_mean, h_var, there, B)
             again = tl.rsqrt(batch_var + eps)
             inverse *= again[None, :]
             shift = -batch_mean * again
-    if RUNNING and not FIXED and not RENORM and TASKS == 0:
-        old_mean = tl.load(running_mean + channel).to(tl.float32)
-        old_var = tl.load(running_var + channel).to(tl.float32)
-        tl.store(running_mean + channel, old_mean + momentum * (batch_mean - old_mean))
-        tl.store(running_var + channel, old_var + momentum * (batch_var * (n / tl.maximum(n - 1, 1.0)) - old_var))
-        tl.store(batches, tl.load(batches) + 1)
+    if RUNNING and not FIXED:
+        if not RENORM and TASKS == 0:
+            new_mean = old_mean + momentum * (batch_mean - old_mean)
+            new_var = old_var + momentum * (batch_var * (n / tl.maximum(n - 1, 1.0)) - old_var)
+        tl.debug_barrier()
+        tl.store(running_mean + channel, new_mean)
+        tl.store(running_var + channel, new_var)
+        tl.store(batches, count + 1)
+        if TASKS > 0:
+            tl.store(rate, new_rate)
 
     gain = gain_of(weight, channel, channel < C, C, WEIGHT)
     scale = inverse * gain[None, :]
