@@ -153,7 +153,8 @@ points better here (A_l), and TBBN forgets more (F): both open. The difference o
 paper does not say which one its row used. With CN, PODNet and AFC lose {_lost("podnet"):.1f} and {_lost("afc"):.1f} points of A_f to batch norm (one seed); in
 the paper {_lost_in_paper("podnet"):.1f} and {_lost_in_paper("afc"):.1f}. The second phase of `eeil` is balanced over classes here, as its authors describe it; the released program draws it
 otherwise (the quirk `unbalanced-phase`). The rows of `eeil`, `lucir`, `podnet` and `ssil` with batch norm and TBBN, seed 0, are older than the
-float32 head in evaluation: in bf16 about one prediction in a hundred was a tie.
+float32 head in evaluation (in bf16 about one prediction in a hundred was a tie) and than stored predictions: `tbbn verify` cannot recompute them,
+nor the ten seeds of `ft`. It does recompute all others.
 
 Three runs with CN are not finished ([what they left](../results/cifar100-table2-unfinished), `tbbn resume` goes on). Seed 0, mean accuracy
 over the tasks so far:
