@@ -72,6 +72,53 @@ def test_nothing_is_saved_that_batch_norm_would_not_save(device, relu):
 
 
 @on_device
+def test_a_relu_alone_needs_no_output_to_be_saved(device, monkeypatch):
+    """Factors and offsets of the affine pass give its sign."""
+    monkeypatch.setattr(norm_tiles, "WHOLE_LIMIT", 0)
+    x, weight, bias, _ = draw((8, 2, 3, 3), device)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = triton_norm(x, weight, bias, make_plan(6, 2, 3, device), relu=True)
+    assert y.data_ptr() not in [t.data_ptr() for t in saved]
+    assert sorted(t.shape for t in saved if t.dim() == 3) == [(2, 2, 2), (2, 8, 2)]  # (2, groups or rows, channels)
+
+
+@on_device
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+def test_a_relu_of_zero_has_no_gradient(device, whole, with_residual):
+    """As in torch. Blocks that start as the identity have norms whose weight is zero."""
+    x, weight, bias, g = draw((8, 2, 3, 3), device)
+    weight, bias = (torch.zeros_like(t).requires_grad_() for t in (weight, bias))
+    residual = torch.zeros_like(g) if with_residual else None
+    y = triton_norm(x, weight, bias, make_plan(6, 2, 3, device), relu=True, residual=residual)
+    assert not y.any()
+    assert not any(t.any() for t in torch.autograd.grad(y, (x, weight, bias), g))
+
+
+@on_device
+def test_the_sign_by_a_table_and_the_sign_by_an_output_are_different_launches(device, monkeypatch):
+    """A recorded launch must not be replayed for the other."""
+    monkeypatch.setattr(norm_tiles, "WHOLE_LIMIT", 0)
+    keys: list[object] = []
+    monkeypatch.setattr(norm_launch, "replayed", lambda key, bases: keys.append(key))
+    for residual in (None, torch.zeros(8, 2, 3, 3, device=device)):
+        x, weight, bias, g = draw((8, 2, 3, 3), device)
+        y = triton_norm(x, weight, bias, make_plan(6, 2, 3, device), relu=True, residual=residual)
+        torch.autograd.grad(y, x, g)
+    assert len(keys) == len(set(keys)) == 4
+
+
+@on_device
+@pytest.mark.parametrize("odd", [False, True], ids=["", "copied"])
+def test_with_a_limit_of_zero_no_tile_is_whole(device, odd):
+    x = torch.zeros(4, 8, 4, 3, device=device)
+    x = x.permute(1, 3, 0, 2) if odd else x
+    assert norm_tiles.geometry_of(x, 1)[1].tiles.whole
+    assert not norm_tiles.geometry_of(x, 1, limit=0)[1].tiles.whole
+    assert norm_tiles.geometry_of(x, 1)[1].tiles.whole
+
+
+@on_device
 @pytest.mark.parametrize(("pixels", "inside"), [(4, False), (8, True), (256, True), (257, False)])
 def test_scratch_for_parts_reuses_a_small_output_that_is_large_enough(device, pixels, inside):
     out = torch.empty(8, 2, pixels, device=device)
@@ -102,6 +149,32 @@ def test_second_derivatives_pass_a_relu_and_a_residual(device, relu):
     want = torch.autograd.grad(penalty(want_y, exact), exact)
     for a, b in zip(got, want, strict=True):
         assert apart(a, b) < 1e-4
+
+
+@on_device
+def test_second_derivatives_pass_a_relu_alone(device, whole):
+    x, weight, bias, _ = draw((8, 2, 3, 3), device, offset=5.0)
+    inputs = (x, weight, bias)
+
+    def penalty(out, inputs):
+        return sum(t.square().sum() for t in torch.autograd.grad(out.square().sum(), inputs, create_graph=True))
+
+    y = triton_norm(*inputs, make_plan(6, 2, 3, device), relu=True)
+    got = torch.autograd.grad(penalty(y, inputs), inputs)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = torch.autograd.grad(penalty(F.relu(literal(*exact, 6, 2)[0]), exact), exact)
+    for a, b in zip(got, want, strict=True):
+        assert apart(a, b) < 1e-4
+
+
+@on_device
+def test_an_output_by_its_table_is_computed_in_float32(device):
+    """Relative to the channel's first value: 60 000 - -60 000 is more than float16 holds."""
+    x = torch.tensor([[[-60000.0, 60000.0], [1.0, 3.0]], [[0.0, -60000.0], [5.0, 1.0]]], device=device).half()
+    table = torch.tensor([[[0.5, 2.0], [0.25, 3.0]], [[1.0, 7.0], [2.0, -4.0]]], device=device)  # factors, offsets
+    want = [[[1.0, 59985.0], [7.0, 11.0]], [[14998.0, 2.0], [8.0, -4.0]]]
+    assert torch.allclose(kernels._output(x, table).cpu(), torch.tensor(want), rtol=1e-3, atol=0)
+    assert kernels._output(x, table).dtype == torch.float32
 
 
 @on_device

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tbbn.accelerators.backend import find_fused
 from tbbn.accelerators.eager import activate
 from tbbn.accelerators.triton import TRITON
+from tbbn.nn.active import may_be_repeated, recomputing
 from tbbn.nn.foreign import ForeignNorm
 from tbbn.nn.functional import task_balanced_batch_norm
 from tbbn.nn.modules import PlannedNorm, arguments
@@ -84,7 +85,8 @@ def _by_sample(norm: Any, x: Tensor) -> bool:
     """Whether the kernels for norms with a ``normaliser`` take the place of the norm's own forward."""
     return (
         x.is_cuda and TRITON and x.dim() == 4 and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and x.numel() > 0 and not torch.compiler.is_compiling() and not under_transform() and not _hooked(norm)
+        and x.numel() > x.shape[1]  # with a single value per channel a norm raises its own error
+        and not torch.compiler.is_compiling() and not under_transform() and not _hooked(norm)
     )  # fmt: skip
 
 
@@ -99,7 +101,9 @@ def _normalise(norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moment
     if state is None:
         return activate(norm(x), relu, residual)
     x, mean, var = sample.sample_moments(x, moments)
-    if x.is_cuda and norm.training and torch.is_grad_enabled() and getattr(norm, "compiles_normaliser", False):
+    # Compiled code cannot tell that checkpointing repeats it.
+    once = norm.training and not may_be_repeated() and not recomputing()
+    if x.is_cuda and once and getattr(norm, "compiles_normaliser", False):
         made = _compiled_normaliser(norm.__class__, str(norm), x.shape)(norm, x, mean, var, *state)
     else:
         made = norm.normaliser(x, mean, var, *state)

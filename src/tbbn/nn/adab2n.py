@@ -10,7 +10,7 @@ from torch.fx import Proxy
 from torch.nn import functional as F
 
 from tbbn.errors import UserError
-from tbbn.nn.active import recomputing
+from tbbn.nn.active import may_be_repeated, recomputing
 from tbbn.nn.comparison import AnyDims, Normaliser, apply_affine, pixels_last
 from tbbn.nn.functional import averaged, statistics_dtype, task_balanced_batch_norm
 from tbbn.nn.modules import BalancedNorm, RowsPerSample, arguments, as_leaf, with_pixels
@@ -117,9 +117,12 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         return apply_affine(y, self.weight, self.bias).view(x.shape).to(x.dtype)
 
     def form(self, x: Tensor) -> ByTask | None:
-        """None where rows are not samples, or the layer is batch norm, or must not move its statistics again."""
+        """None where rows are not samples, where the layer is batch norm, and under activation checkpointing."""
+        # Checkpointing runs a forward twice. Both must go the same way, and the layer counts how often it looks for its layout.
+        if recomputing() or may_be_repeated():
+            return None
         member = self._members(x)
-        if member is None or recomputing():
+        if member is None:
             return None
         assert self.momentum is not None and isinstance(self.rate, Tensor)
         self.penalty = None

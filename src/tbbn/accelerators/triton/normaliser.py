@@ -55,7 +55,8 @@ def normalise(norm: Any, form: Form, x: Tensor, relu: bool, residual: Tensor | N
         moments = None
     running = None
     tracks = not isinstance(form, Groups) or form.then_batch
-    if tracks and norm.running_mean is not None and norm.track_running_stats:
+    # As in torch: in eval mode running statistics are used wherever they exist.
+    if tracks and norm.running_mean is not None and (norm.track_running_stats or not norm.training):
         running = _Statistics(norm.running_mean, norm.running_var, norm.momentum, norm.num_batches_tracked)
     logits = (None, None)
     if isinstance(form, Mixture):
