@@ -139,6 +139,9 @@ The other norms of the table, and two that the paper does not have:
 
 {_other_norms().render("md")}
 
+`brn` and `adab2n` were trained before a possible race in their GPU kernels was closed: a thread could have read running statistics that another
+had just replaced. No sign of it was seen, but these two rows should be repeated.
+
 `weighted` gives every task the same weight in one set of statistics, without splits. All norms with seed {SEED}, by A_a; seeds of batch norm
 differ by about {stdev(best.bn):.0f} points of A_f (standard deviation), so most of this order is chance:
 
