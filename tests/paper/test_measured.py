@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 
@@ -18,7 +19,7 @@ RUNS = {
     ("ft", "tbbn", 1): [[0.6], [0.6, 0.8]],
     ("ft", "bn", 2): [[0.1], [0.1, 0.1]],  # without its partner
 }
-TWO_SEEDS = Measured("x", "title", "folder", RUNS)
+TWO_SEEDS = Measured("x", "paper", "folder", RUNS, {"ft": "best"})
 
 
 def test_gains_are_means_of_differences_on_the_same_seeds() -> None:
@@ -33,11 +34,19 @@ def test_gains_are_means_of_differences_on_the_same_seeds() -> None:
 
 def test_tables_show_means_spreads_and_gains() -> None:
     assert gains_by_task(TWO_SEEDS).rows[1] == ("2", "50.0 ± 0.0", "65.0 ± 7.1", "+15.0 (5.0)", "70.0", "75.0")
-    assert gains({"x": TWO_SEEDS}).rows[0][:6] == ("title", "ft", "2", "50.0 ± 0.0", "65.0 ± 7.1", "+15.0 (5.0)")
-    single = Measured("x", "title", "folder", {key: m for key, m in RUNS.items() if key[2] == 0})
-    assert gains({"x": single}).rows[0][2:6] == ("1", "50.0", "60.0", "+10.0")
-    row = dict(zip(beside_paper(TWO_SEEDS).header, beside_paper(TWO_SEEDS).rows[2], strict=False))
-    assert row["A_f ours"] == "+15.0 (5.0)" and beside_paper(TWO_SEEDS).rows[2][2] == "3.05"  # 38.46 - 35.41
+    assert gains({"x": TWO_SEEDS}).rows[0][:6] == (
+        "paper, best epoch",
+        "ft",
+        "2",
+        "50.0 ± 0.0",
+        "65.0 ± 7.1",
+        "+15.0 (5.0)",
+    )
+    single = replace(TWO_SEEDS, runs={key: m for key, m in RUNS.items() if key[2] == 0} | {("wa", "bn", 0): [[0.5]]})
+    (row,) = gains({"x": single}).rows  # wa has no partner
+    assert row[2:6] == ("1", "50.0", "60.0", "+10.0")
+    cells = dict(zip(beside_paper(TWO_SEEDS).header, beside_paper(TWO_SEEDS).rows[2], strict=False))
+    assert cells["A_f ours"] == "+15.0 (5.0)" and beside_paper(TWO_SEEDS).rows[2][2] == "3.05"  # 38.46 - 35.41
 
 
 def test_every_measured_run_has_a_whole_matrix() -> None:

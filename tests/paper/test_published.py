@@ -65,6 +65,7 @@ def test_ours_stand_beside_the_papers_with_their_spread_and_difference() -> None
     assert abs(100 * fmean(values) - 35.41) < 2 * error and difference == "+0.6 ="
     assert cells([run_of("bn", s, v + 0.03) for s, v in enumerate(values)], "ft + bn")[3] == "+3.6"
     assert cells(records[:1], "ft + bn")[2:] == ("35.0", "-0.4")  # one seed has no standard error
+    assert cells(records[:2], "ft + bn")[2:] == ("35.5 ± 0.7", "+0.1")  # and that of two says next to nothing
     assert cells(records, "ft + tbbn") == ("0", "38.46", "-", "-")
     assert cells([run_of("weighted", 0, 0.4)], "ft + weighted (ours)") == ("1", "-", "40.0", "-")
 
@@ -76,6 +77,42 @@ def test_only_runs_of_the_table_count_and_each_once() -> None:
     unfinished.status = "interrupted"
     assert cells([one, one, *other, unfinished], "ft + bn")[:3] == ("1", "35.41", "30.0")
     assert cells([one, *other], "ft + bn", **{"train.keep": "last"})[:3] == ("1", "35.41", "90.0")
+
+
+def test_runs_with_other_settings_have_rows_of_their_own() -> None:
+    one, slow = run_of("in", 0, 0.3), run_of("in", 1, 0.9, **{"train.lr": 0.01})
+    short = run_of("in", 0, 0.8, **{"data.stop_after": 2, "memory.budget": 500})
+    found = compare(TABLE1, [slow, short, one])
+    rows = {row[0]: row[1:4] for row in found.rows if row[0].startswith("ft + in")}
+    assert rows == {
+        "ft + in": ("1", "31.72", "30.0"),
+        "ft + in [train.lr=0.01]": ("1", "31.72", "90.0"),
+        "ft + in [data.stop_after=2, memory.budget=500]": ("1", "31.72", "80.0"),
+    }
+    assert next(iter(rows)) == "ft + in", "the recipe's own settings come first"
+    assert not any(note.startswith("Not as in the recipe") for note in found.notes)
+    assert [row[1] for row in compare(TABLE1, [one, slow], {"train.lr": 0.01}).rows if "ft + in" in row[0]] == ["1"]
+
+
+def test_a_setting_that_was_asked_for_excludes_other_runs() -> None:
+    one = run_of("in", 0, 0.3)
+    assert cells([one], "ft + in", **{"memory.budget": 500})[0] == "0"
+    assert cells([one], "ft + in", **{"memory.budget": 2000})[0] == "1"
+
+
+def test_of_equal_runs_the_first_counts_and_a_contradiction_is_named() -> None:
+    one, other = run_of("in", 0, 0.3, device="cpu"), run_of("in", 0, 0.4, threads=2)
+    assert cells([one, other], "ft + in")[2] == "30.0"
+    assert compare(TABLE1, [one, other]).notes[-1] == (
+        "1 of the 2 runs repeat the config and seed of another and are not counted again. "
+        "1 of them have other results: the first of each is shown."
+    )
+    assert compare(TABLE1, [one, one]).notes[-1].endswith("not counted again.")
+
+
+def test_only_the_rows_that_were_asked_for_are_shown() -> None:
+    table = compare(TABLE1, [run_of("in", 0, 0.3)], rows=[("ft", "gn"), ("ft", "in")])
+    assert [row[:2] for row in table.rows] == [("ft + gn", "0"), ("ft + in", "1")]
 
 
 def test_only_tables_and_rows_of_which_there_are_runs_stand_beside_them() -> None:

@@ -25,6 +25,19 @@ METRICS: dict[str, Callable[[Matrix], float]] = {
 }
 
 
+_T95 = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+)  # quantiles of Student's t for 1 to 9 degrees of freedom
+
+
 @dataclass(frozen=True)
 class Paired:
     """A number of two norms on the same seeds, in percent, and what TBBN gains over batch norm."""
@@ -46,19 +59,30 @@ class Paired:
         """Standard error of the gain; nan for a single seed."""
         return statistics.stdev(self.gains) / sqrt(len(self.gains)) if len(self.gains) > 1 else nan
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of the gain, by Student's t distribution; for 2 to 10 seeds."""
+        reach = _T95[len(self.gains) - 2] * self.error
+        return self.gain - reach, self.gain + reach
+
 
 @dataclass(frozen=True)
 class Measured:
-    """Runs that differ in method, norm and seed only."""
+    """Runs that differ in method, norm and seed only, and in the epoch that a method keeps."""
 
     name: str
-    title: str
+    protocol: str
     source: str  # where the whole records are
     runs: dict[tuple[str, str, int], Matrix]  # by method, norm and seed
+    kept: dict[str, str]  # the epoch that was kept, best or last, by method
 
     @property
     def methods(self) -> list[str]:
-        return list(dict.fromkeys(method for method, _, _ in self.runs))
+        """Those that have both norms on a seed."""
+        return [method for method in dict.fromkeys(method for method, _, _ in self.runs) if self.seeds(method)]
+
+    def title(self, method: str) -> str:
+        return f"{self.protocol}, {self.kept[method]} epoch"
 
     def seeds(self, method: str) -> list[int]:
         """Seeds that both norms have."""
@@ -88,8 +112,9 @@ def measured() -> dict[str, Measured]:
     text = (resources.files(__package__) / "measured.json").read_text()
     return {
         entry["name"]: Measured(
-            entry["name"], entry["title"], entry["source"],
+            entry["name"], entry["protocol"], entry["source"],
             {(run["method"], run["norm"], run["seed"]): run["accuracy"] for run in entry["runs"]},
+            {run["method"]: run["keep"] for run in entry["runs"]},
         )
         for entry in json.loads(text)
     }  # fmt: skip
@@ -118,9 +143,16 @@ def gains(experiments: dict[str, Measured]) -> Table:
             pairs = [experiment.metric(method, name) for name in METRICS]
             n = str(len(experiment.seeds(method)))
             cells = [_mean(pairs[0].bn), _mean(pairs[0].tbbn), *(difference(pair.gains) for pair in pairs)]
-            rows.append((experiment.title, method, n, *cells))
-    header = ("protocol", "method", "seeds", "bn A_f", "tbbn A_f", *(f"gain {name}" for name in METRICS))
-    return Table(header, tuple(rows), align="ll" + "r" * (len(header) - 2))
+            rows.append((experiment.title(method), method, n, *cells))
+    header = ("protocol", "method", "seeds", "bn A_f", "tbbn A_f", *(f"{name}: tbbn - bn" for name in METRICS))
+    note = "tbbn - bn: mean difference on the same seeds, in points (standard error). F is forgetting: less is better."
+    return Table(header, tuple(rows), (note,), align="ll" + "r" * (len(header) - 2))
+
+
+def gain_in_paper(metric: str) -> float:
+    """What TBBN gains over batch norm in the paper's Table 1."""
+    printed, at = find_tables("table1", "cifar100")[0].rows, list(METRICS).index(metric)
+    return printed["ft", "tbbn"][at] - printed["ft", "bn"][at]
 
 
 def beside_paper(experiment: Measured) -> Table:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tbbn.bench.analysis.loading import run_after
+from tbbn.bench.config import MethodChoice, RunConfig
 from tbbn.bench.data.types import Batch
 from tbbn.bench.engine.evaluate import evaluate
 from tbbn.bench.engine.forward import autocast
@@ -27,6 +29,7 @@ from tbbn.bench.engine.torch_settings import torch_settings
 from tbbn.bench.methods import Phase
 from tbbn.bench.models import Output
 from tbbn.bench.report.figures import COLOURS, literal, new_figure, save_figure
+from tbbn.bench.report.groups import without_seed
 from tbbn.bench.report.tables import Table, percent
 from tbbn.bench.runs.record import load_record
 from tbbn.errors import UserError
@@ -53,16 +56,29 @@ def title(folder: Path) -> str:
 
 
 def pairs(folders: Iterable[Path]) -> dict[int, tuple[Path, Path]]:
-    """The folders of fine-tuning and of joint training, by seed."""
-    found: dict[tuple[str, int], Path] = {}
+    """The folders of fine-tuning and of joint training, by seed. Both have the same settings but for the method."""
+    found: dict[RunConfig, dict[tuple[str, int], Path]] = {}
     for folder in folders:
         record = load_record(folder)
         if record.status == "finished":
-            found[record.run_config.method.name, record.run_config.seed] = folder
-    seeds = sorted(seed for method, seed in found if method == "ft" and ("joint", seed) in found)
-    if not seeds:
-        raise UserError("fig-oracle: needs a finished run of ft and one of joint with the same seed.")
-    return {seed: (found["ft", seed], found["joint", seed]) for seed in seeds}
+            config = record.run_config
+            runs = found.setdefault(replace(without_seed(config), method=MethodChoice("")), {})
+            runs.setdefault((str(config.method), config.seed), folder)
+    both = [
+        {
+            seed: (runs["ft", seed], runs["joint", seed])
+            for _, seed in sorted(runs)
+            if {("ft", seed), ("joint", seed)} <= set(runs)
+        }
+        for runs in found.values()
+    ]
+    both = [paired for paired in both if paired]
+    if not both:
+        raise UserError("fig-oracle: needs a finished run of ft and one of joint with the same settings and seed.")
+    if len(both) > 1:
+        first, second = (next(iter(paired.values()))[0] for paired in both[:2])
+        raise UserError(f"fig-oracle: draws one experiment, but {first} and {second} differ in more than their seed.")
+    return both[0]
 
 
 def oracle(fine_tuned: Path, joint: Path) -> Accuracies:

@@ -14,7 +14,8 @@ from typing import Any
 from tbbn.bench.config import RunConfig, Values, flatten, read_toml, resolve, to_dict
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
-from tbbn.bench.report.groups import WHERE
+from tbbn.bench.report.groups import Group, groups, repeated_note, without_seed
+from tbbn.bench.report.pairs import difference
 from tbbn.bench.report.table import Table
 from tbbn.bench.runs.recipe import Axes, Layer, parse_choice, read_recipe
 from tbbn.errors import UserError, unknown_name
@@ -29,13 +30,13 @@ METRICS = {
     "A_a^w": "weighted_average_accuracy",
     "A_f task-IL": "task_il_final_accuracy",
 }
-# Settings that make a run the one of a table's row. The others may differ, and the table says so.
+# Settings that make a run one of a table's row. Where runs differ in others, each setting has a row of its own.
 _IDENTITY = (
     "protocol", "backbone", "method.", "norm.", "data.name", "data.tasks", "data.base_classes", "data.online",
     "train.epochs", "train.keep",
 )  # fmt: skip
 _OURS = " (ours)"  # a row that the paper does not have
-_ALLOWED = ("seed", "plugins", *WHERE)  # settings in which runs may differ from the recipe
+Key = tuple[str, str]  # a row's method and norm
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class PaperTable:
     data: str
     title: str
     columns: tuple[str, ...]
-    rows: dict[tuple[str, str], tuple[float, ...]]  # by method and norm
+    rows: dict[Key, tuple[float, ...]]
     notes: tuple[str, ...] = ()
     backbone: str = ""
 
@@ -104,64 +105,109 @@ def beside(records: Sequence[Record]) -> list[Table]:
         layers, _ = table.layers()
         if resolve(*layers).data.name in names:
             found = compare(table, records, missing=False)
-            tables += [found] if any(not row[0].endswith(_OURS) for row in found.rows) else []
+            tables += [found] if any(_OURS not in row[0] for row in found.rows) else []
     return tables
 
 
 def compare(
-    table: PaperTable, records: Sequence[Record], settings: Values | None = None, *, missing: bool = True
+    table: PaperTable,
+    records: Sequence[Record],
+    settings: Values | None = None,
+    *,
+    rows: Sequence[Key] | None = None,
+    missing: bool = True,
 ) -> Table:
     """The paper's table: for each number the paper's, ours (mean ± standard deviation), and the difference.
 
-    Ours are the finished runs of the table's recipe, with ``settings`` over it. A difference within two standard errors of our
-    mean is marked "=". Rows that the paper does not have are "ours". Without ``missing``, rows without a run are left out.
+    Ours are the finished runs of the table's recipe, with ``settings`` over it; runs that differ in their seeds alone are a row.
+    With three seeds or more, a difference within two standard errors of our mean is marked "=". Rows that the paper does not
+    have are "ours". Only ``rows`` are shown, if given; without ``missing``, none that has no run.
     """
-    layers, axes = table.layers()
-    recipe = {key: _config(layers, *key) for key in _rows(table, axes)}
-    wanted = {key: _config([*layers, ("settings", settings or {})], *key) for key in recipe}
-    ours: dict[tuple[str, str], list[Record]] = {}
-    finished = _once([record for record in records if record.status == "finished"])
-    known = [(_identity(record.run_config), record) for record in finished]
-    for key, config in wanted.items():
-        identity = _identity(config)
-        members = [record for its, record in known if its == identity]
-        if members or missing:
-            ours[key] = members
+    recipe = _recipe(table)
+    found = members(table, records, settings, rows=rows)
+    departures = {
+        (key, i): _departures(recipe[key], group) for key, of_row in found.items() for i, group in enumerate(of_row)
+    }
+    common = set.intersection(*map(set, departures.values())) if departures else set()
     cells = []
-    for (method, norm), members in ours.items():
-        printed = table.rows.get((method, norm))
-        row = [f"{method} + {norm}" + ("" if printed else _OURS), str(len(members))]
-        for number, column in enumerate(table.columns):
-            row += _cells(printed[number] if printed else None, [100 * r.metrics[METRICS[column]] for r in members])
-        cells.append(tuple(row))
+    for key, of_row in found.items():
+        printed = table.rows.get(key)
+        name = " + ".join(key) + ("" if printed else _OURS)
+        for i, group in enumerate(of_row):
+            own = ", ".join(
+                f"{setting}={value}" for setting, value in departures[key, i] if (setting, value) not in common
+            )
+            cells.append(_row(f"{name} [{own}]" if own else name, table.columns, printed, group.finished))
+        if missing and not of_row:
+            cells.append(_row(name, table.columns, printed, []))
     header = ["method + norm", "seeds"]
     for column in table.columns:
         header += [f"{column} paper", "ours", "diff."]
-    shown = [f"{method} + {norm}" for method, norm in ours]
+    shown = [" + ".join(key) for key, of_row in found.items() if of_row or missing]
     notes = [*table.notes, *(note for note in table.impossible() if note.partition(":")[0] in shown)]
     notes += [FORMULAS[METRICS[column]] for column in table.columns]
-    notes.append("ours: mean ± standard deviation over seeds. diff.: ours - paper; = means within two standard errors.")
-    notes += _departures(recipe, ours)
+    notes.append(
+        "ours: mean ± standard deviation over seeds. diff.: ours - paper; = means within two standard errors (three seeds or "
+        "more)."
+    )
+    if common:
+        notes.append(f"Not as in the recipe: {'; '.join(f'{name} = {value}' for name, value in sorted(common))}.")
+    in_rows = [group for of_row in found.values() for group in of_row]
+    configs = {group.config for group in in_rows}
+    of_table = [r for r in records if r.status == "finished" and without_seed(r.run_config) in configs]
+    notes += repeated_note(of_table, in_rows) if in_rows else ["No finished run of this table was found."]
     return Table(tuple(header), tuple(cells), tuple(notes), caption=table.title)
 
 
-def _rows(table: PaperTable, axes: Axes) -> list[tuple[str, str]]:
-    """The paper's rows, then those that only the recipe has."""
-    recipe = [(method, norm) for method in axes.methods or ("ft",) for norm in axes.norms or ("bn",)]
-    return list(dict.fromkeys([*table.rows, *recipe]))
+def members(
+    table: PaperTable, records: Sequence[Record], settings: Values | None = None, *, rows: Sequence[Key] | None = None
+) -> dict[Key, list[Group]]:
+    """The groups of finished runs that belong to each row of the table, those of the recipe's settings first.
+
+    A run belongs to a row if it agrees with it in what makes the row, and in every one of ``settings``.
+    """
+    recipe = _recipe(table)
+    finished = groups([record for record in records if record.status == "finished"])
+    trees = [_tree(group.config) for group in finished]
+    found: dict[Key, list[Group]] = {}
+    for key in recipe if rows is None else rows:
+        wanted = _tree(_config([*table.layers()[0], ("settings", settings or {})], *key))
+        asked = {name for name in wanted if name.startswith(_IDENTITY) or name in (settings or {})}
+        own = [g for g, tree in zip(finished, trees, strict=True) if all(tree.get(n) == wanted[n] for n in asked)]
+        found[key] = sorted(own, key=lambda group: len(_departures(recipe[key], group)))
+    return found
+
+
+def _recipe(table: PaperTable) -> dict[Key, RunConfig]:
+    """The config of each row: the paper's rows, then those that only the recipe has."""
+    layers, axes = table.layers()
+    more = [(method, norm) for method in axes.methods or ("ft",) for norm in axes.norms or ("bn",)]
+    return {key: _config(layers, *key) for key in dict.fromkeys([*table.rows, *more])}
 
 
 def _config(layers: Sequence[Layer], method: str, norm: str) -> RunConfig:
     return resolve(*layers, ("row", parse_choice("method", method) | parse_choice("norm", norm)))
 
 
-def _identity(config: RunConfig) -> dict[str, Any]:
-    return {key: value for key, value in flatten(to_dict(config)).items() if key.startswith(_IDENTITY)}
+def _tree(config: RunConfig) -> dict[str, Any]:
+    return flatten(to_dict(without_seed(config)))
 
 
-def _once(records: Sequence[Record]) -> list[Record]:
-    """Each config once: the same run may lie in two folders."""
-    return list({record.run_config: record for record in records}.values())
+def _departures(recipe: RunConfig, group: Group) -> list[tuple[str, str]]:
+    """Settings of these runs that are not the recipe's, and their values."""
+    expected = _tree(recipe)
+    return [
+        (name, str(value))
+        for name, value in _tree(group.config).items()
+        if name != "plugins" and expected.get(name) != value
+    ]
+
+
+def _row(name: str, columns: Sequence[str], printed: Sequence[float] | None, runs: Sequence[Record]) -> tuple[str, ...]:
+    row = [name, str(len(runs))]
+    for number, column in enumerate(columns):
+        row += _cells(printed[number] if printed else None, [100 * run.metrics[METRICS[column]] for run in runs])
+    return tuple(row)
 
 
 def _cells(paper: float | None, ours: Sequence[float]) -> list[str]:
@@ -170,26 +216,11 @@ def _cells(paper: float | None, ours: Sequence[float]) -> list[str]:
         return [printed, "-", "-"]
     mean = statistics.fmean(ours)
     if len(ours) == 1:
-        return [printed, f"{mean:.1f}", "-" if paper is None else f"{mean - paper:+.1f}"]
+        return [printed, f"{mean:.1f}", "-" if paper is None else difference([mean - paper])]
     spread = statistics.stdev(ours)
     text = f"{mean:.1f} ± {spread:.1f}"
     if paper is None:
         return [printed, text, "-"]
-    within = abs(mean - paper) <= 2 * spread / sqrt(len(ours))
-    return [printed, text, f"{mean - paper:+.1f}{' =' if within else ''}"]
-
-
-def _departures(recipe: dict[tuple[str, str], RunConfig], ours: dict[tuple[str, str], list[Record]]) -> Iterator[str]:
-    """What our runs did otherwise than the recipe says, in a line."""
-    if not any(ours.values()):
-        yield "No finished run of this table was found."
-    seen: dict[str, set[str]] = {}
-    for key, members in ours.items():
-        expected = flatten(to_dict(recipe[key]))
-        for record in members:
-            for setting, value in flatten(to_dict(record.run_config)).items():
-                if setting not in _ALLOWED and expected.get(setting) != value:
-                    seen.setdefault(setting, set()).add(str(value))
-    if seen:
-        listed = "; ".join(f"{setting} = {' or '.join(sorted(values))}" for setting, values in sorted(seen.items()))
-        yield f"Not as in the recipe: {listed}."
+    # The spread of two seeds says next to nothing.
+    within = len(ours) > 2 and abs(mean - paper) <= 2 * spread / sqrt(len(ours))
+    return [printed, text, difference([mean - paper]) + (" =" if within else "")]

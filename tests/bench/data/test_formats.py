@@ -82,9 +82,9 @@ def test_cifar100_is_read_from_any_repacked_pickle(tmp_path: Path, as_bytes: boo
     source = load("cifar100", tmp_path, download=False)
     assert source.train.images.shape == (4, 3, 32, 32)
     assert source.train.images.dtype == torch.uint8
-    assert source.train.images[2, 1, 5, 7] == data["train"][2, 1024 + 5 * 32 + 7]
-    assert source.test.images[0, 2, 31, 0] == data["test"][0, 2048 + 31 * 32]
-    assert source.train.labels.tolist() == [3, 0, 99, 1]
+    assert source.train.images[3, 1, 5, 7] == data["train"][2, 1024 + 5 * 32 + 7]  # rows are sorted by class
+    assert source.test.images[2, 2, 31, 0] == data["test"][0, 2048 + 31 * 32]
+    assert source.train.labels.tolist() == [0, 1, 3, 99]
     assert source.train.labels.dtype == torch.int64
     assert source.classes[99] == "class 99"
     assert (source.mean, source.std) == ((0.5071, 0.4866, 0.4409), (0.2009, 0.1984, 0.2023))
@@ -99,12 +99,34 @@ def test_cifar100_is_read_as_python_2_pickled_it(tmp_path: Path) -> None:
     assert train.labels.tolist() == [5, 98]
 
 
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        (["b_s_10.png", "c_2.png", "b_s_9.png", "a_1.png"], [0, 2, 3, 1]),  # by alphabet, as a folder is listed
+        (["10.png", "7.png", "9.png", "8.png"], [2, 0, 1, 3]),  # numbers by value
+        ([b"b.png", b"y.png", b"a.png", b"x.png"], [2, 0, 3, 1]),
+        (None, [0, 2, 1, 3]),  # without names as they come
+        (["only one"], [0, 2, 1, 3]),
+    ],
+)
+def test_the_rows_of_cifar_do_not_depend_on_how_its_files_are_ordered(tmp_path: Path, names: Any, order: Any) -> None:
+    write_cifar100(tmp_path)
+    pixels = random((4, 3072), seed=3)
+    content = {"data": pixels, "fine_labels": [1, 5, 1, 5]} | ({} if names is None else {"filenames": names})
+    write_pickle(tmp_path / "cifar-100-python/train", content)
+    train = load("cifar100", tmp_path, download=False).train
+    assert train.labels.tolist() == [1, 1, 5, 5]
+    assert np.array_equal(train.images.flatten(1).numpy(), pixels[order])
+
+
 def test_cifar10_joins_its_five_batches_and_needs_no_names(tmp_path: Path) -> None:
     for number, batch in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
         content = {"data": random((2, 3072), number), "labels": [number, 9]}
         write_pickle(tmp_path / "cifar-10-batches-py" / batch, content)
     source = load("cifar10", tmp_path, download=False)
-    assert source.train.labels.tolist() == [0, 9, 1, 9, 2, 9, 3, 9, 4, 9]
+    assert source.train.labels.tolist() == [0, 1, 2, 3, 4, 9, 9, 9, 9, 9]
+    nines = np.stack([random((2, 3072), number)[1] for number in range(5)])
+    assert np.array_equal(source.train.images[5:].flatten(1).numpy(), nines)
     assert source.test.labels.tolist() == [5, 9]
     assert source.classes == tuple("0123456789")
     names = ["plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "lorry"]

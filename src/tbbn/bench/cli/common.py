@@ -55,4 +55,4 @@ def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]
         if not inside:
             raise UserError(f"{text}: no run here; the folder of a run holds a record.json.")
         folders += inside
-    return list(dict.fromkeys(folders))
+    return list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]

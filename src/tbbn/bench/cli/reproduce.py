@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from tbbn.errors import UserError, printable, unknown_name
 if TYPE_CHECKING:
     from tbbn.bench.engine.record import Record
     from tbbn.bench.runs.pending import PendingRun
+    from tbbn.bench.runs.recipe import Axes
     from tbbn.paper.published import PaperTable
 
 FIGURES = {  # the table whose runs a figure shows
@@ -53,6 +55,7 @@ def names() -> list[str]:
 
 
 def _reproduce(args: argparse.Namespace) -> int:
+    from tbbn.bench.runs.record import load_record
     from tbbn.paper.published import find_tables
 
     if not 0 < args.scale <= 1:
@@ -69,21 +72,25 @@ def _reproduce(args: argparse.Namespace) -> int:
     else:
         tables = find_tables(FIGURES.get(args.name) or args.name, args.data)
     for table in tables:
-        given = _settings(table, args)
-        runs, folder, recipe = _runs(table, args, given)
+        given, axes = _settings(table, args), _axes(table, args)
         if args.records:
-            records = _read(args.records)
+            folder, folders = Path(args.out) / _folder_name(table, args), run_folders(args.records)
+            records = [
+                record for record in map(load_record, folders) if not args.seeds or record.run_config.seed in axes.seeds
+            ]
         else:
+            runs, folder, recipe = _runs(table, args, given, axes)
             _announce(table, runs, folder, measure=not args.quiet)
             if args.dry_run:
                 continue
             ended, records = train(runs, args, recipe=recipe)
+            folders = [run.directory for run in runs]
             code = code or ended  # of the first table that did not go well
         if args.name == "fig-oracle":
-            folders = run_folders(args.records) if args.records else [run.directory for run in runs]
             _oracle(args, folders, folder)
         else:
-            _show(args, table, records, folder, given)
+            chosen = product(axes.methods or ("ft",), axes.norms) if args.method or args.norm else None
+            _show(args, table, records, folder, given, None if chosen is None else list(chosen))
     return code
 
 
@@ -99,15 +106,11 @@ def _settings(table: PaperTable, args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _runs(table: PaperTable, args: argparse.Namespace, given: dict[str, Any]) -> tuple[list[PendingRun], Path, str]:
-    """The runs of a table, their folder and their recipe."""
-    from tbbn.bench.runs.pending import check_folders, expand
-    from tbbn.bench.runs.recipe import parse_seeds, recipe_text, split_names
+def _axes(table: PaperTable, args: argparse.Namespace) -> Axes:
+    """The methods, norms and seeds of the table that the command line asks for."""
+    from tbbn.bench.runs.recipe import parse_seeds, split_names
 
-    layers, axes = table.layers()
-    layers = [*layers, ("command line", given)]
-    name = f"{table.recipe}-{table.backbone}" if table.backbone else table.recipe
-    name += (f"-keep-{args.keep}" if args.keep else "") + (f"-scale-{args.scale:g}" if args.scale != 1 else "")
+    _, axes = table.layers()
     if args.seeds:
         axes = replace(axes, seeds=parse_seeds(args.seeds))
     for axis, known in (("method", axes.methods or ("ft",)), ("norm", axes.norms)):
@@ -117,19 +120,29 @@ def _runs(table: PaperTable, args: argparse.Namespace, given: dict[str, Any]) ->
                 raise unknown_name(f"{axis} of {table.name}", entry, known)
         if chosen:
             axes = replace(axes, methods=chosen) if axis == "method" else replace(axes, norms=chosen)
-    folder = Path(args.out) / name
+    return axes
+
+
+def _folder_name(table: PaperTable, args: argparse.Namespace) -> str:
+    name = f"{table.recipe}-{table.backbone}" if table.backbone else table.recipe
+    return name + (f"-keep-{args.keep}" if args.keep else "") + (f"-scale-{args.scale:g}" if args.scale != 1 else "")
+
+
+def _runs(
+    table: PaperTable, args: argparse.Namespace, given: dict[str, Any], axes: Axes
+) -> tuple[list[PendingRun], Path, str]:
+    """The runs of a table, their folder and their recipe."""
+    from tbbn.bench.runs.pending import check_folders, expand
+    from tbbn.bench.runs.recipe import recipe_text
+
+    layers = [*table.layers()[0], ("command line", given)]
+    folder = Path(args.out) / _folder_name(table, args)
     runs = expand(layers, axes, folder)
     if len(runs) == 1:  # in a folder of its own, as the others will be
         only = runs[0].config
         runs = [replace(runs[0], directory=folder / f"{only.method}-{only.norm}-{only.seed}")]
     check_folders(runs)
     return runs, folder, recipe_text(layers, axes)
-
-
-def _read(folders: list[str]) -> list[Record]:
-    from tbbn.bench.runs.record import load_record
-
-    return [load_record(folder) for folder in run_folders(folders)]
 
 
 def _announce(table: PaperTable, runs: list[PendingRun], folder: Path, *, measure: bool) -> None:
@@ -144,22 +157,28 @@ def _announce(table: PaperTable, runs: list[PendingRun], folder: Path, *, measur
 
 
 def _show(
-    args: argparse.Namespace, table: PaperTable, records: list[Record], folder: Path, given: dict[str, Any]
+    args: argparse.Namespace,
+    table: PaperTable,
+    records: list[Record],
+    folder: Path,
+    given: dict[str, Any],
+    rows: list[tuple[str, str]] | None,
 ) -> None:
     from tbbn.bench.report.figures import save_figure
     from tbbn.bench.report.plots import figure
-    from tbbn.paper.published import compare
+    from tbbn.paper.published import compare, members
 
     stamp = _stamp(args)
     if args.name in FIGURES:
-        finished = [record for record in records if record.status == "finished"]
+        found = members(table, records, given, rows=rows)
+        finished = [record for groups in found.values() for group in groups for record in group.records]
         if not finished:
             raise UserError("no finished run to draw.")
         kind = "accuracy" if args.name == "fig-curves" else "errors"
         print(stamp + printable(str(save_figure(figure(finished, kind, stamp), folder / f"{args.name}.png"))))
         return
     print(f"{stamp}{table.title}\n")
-    print(compare(table, records, given).render(args.format) + "\n")
+    print(compare(table, records, given, rows=rows).render(args.format) + "\n")
 
 
 def _stamp(args: argparse.Namespace) -> str:
@@ -169,9 +188,10 @@ def _stamp(args: argparse.Namespace) -> str:
 def _oracle(args: argparse.Namespace, folders: list[Path], out: Path) -> None:
     from tbbn.paper import oracle
 
-    title = f"{_stamp(args)}{oracle.title(folders[0])}"
+    pairs = oracle.pairs(folders)
+    title = f"{_stamp(args)}{oracle.title(next(iter(pairs.values()))[0])}"
     seeds = []
-    for seed, (fine_tuned, joint) in oracle.pairs(folders).items():
+    for seed, (fine_tuned, joint) in pairs.items():
         if not args.quiet:
             print(f"seed {seed}: new statistics, then new affine parameters, from all training data", file=sys.stderr)
         seeds.append(oracle.oracle(fine_tuned, joint))

@@ -47,9 +47,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _print_findings(folder: Path, findings: list[Finding]) -> None:
+    from tbbn.bench.runs.verify import RESULTS
+
     problems = [finding for finding in findings if finding.problem]
     made = [finding for finding in findings if not finding.not_checked]
     result = f"FAILED ({len(problems)} of {len(made)} checks)" if problems else f"OK ({len(made)} checks passed)"
+    if not problems and any(finding.subject == RESULTS and finding.not_checked for finding in findings):
+        result = f"files OK, RESULTS NOT RECOMPUTED ({len(made)} checks passed)"
     print(printable(f"{folder}: {result}"))
     for finding in problems:
         print(printable(f"  {finding.subject}: {finding.problem}"))

@@ -62,13 +62,13 @@ class Record:
         return metrics.summary(self.accuracy, weights=sizes, task_il=self.task_il)
 
     def kept_epochs(self) -> dict[tuple[int, str], int]:
-        """For each task and phase of the history, the epoch (from 0) whose weights were kept.
+        """For each phase of each task learnt, the epoch (from 0) whose weights were kept.
 
         Where the best epoch is kept, entries have a validation loss, and the first with the lowest one counts. Elsewhere the
         last epoch counts.
         """
         kept: dict[tuple[int, str], dict[str, Any]] = {}
-        for entry in self.history:
+        for entry in (entry for entry in self.history if entry["task"] < len(self.accuracy)):
             key = entry["task"], entry["phase"]
             if key not in kept or "validation" not in entry or entry["validation"] < kept[key]["validation"]:
                 kept[key] = entry

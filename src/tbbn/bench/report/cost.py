@@ -14,15 +14,18 @@ from tbbn.errors import UserError
 
 def cost_table(groups: Sequence[Group]) -> Table:
     # A norm changes no steps.
-    steps_of = {block[0].apart_from_norm: _steps(block[0].drawn[:1]) for block in blocks(groups)}
+    steps_of = {
+        block[0].apart_from_norm: _steps([run for group in block for run in group.finished][:1])
+        for block in blocks(groups)
+    }
     rows = []
     for group in groups:
-        if not (drawn := group.drawn):
+        if not (finished := group.finished):
             continue
-        seconds = statistics.fmean(record.seconds for record in drawn)
-        epochs = statistics.fmean(len(record.history) for record in drawn)
+        seconds = statistics.fmean(record.seconds for record in finished)
+        epochs = statistics.fmean(len(record.history) for record in finished)
         steps = steps_of[group.apart_from_norm]
-        devices = dict.fromkeys(str(r.environment.get("gpu", r.environment.get("machine", "-"))) for r in drawn)
+        devices = dict.fromkeys(str(r.environment.get("gpu", r.environment.get("machine", "-"))) for r in finished)
         rows.append(
             (
                 group.label,
@@ -30,15 +33,15 @@ def cost_table(groups: Sequence[Group]) -> Table:
                 f"{epochs:.0f}",
                 f"{seconds / epochs:.2f}" if epochs else "-",
                 f"{1000 * seconds / steps:.2f}" if steps else "-",
-                str(max(drawn[0].splits, default=1)),
-                str(max(record.exemplars[-1] for record in drawn)),
+                str(max(finished[0].splits, default=1)),
+                str(max(record.exemplars[-1] for record in finished)),
                 ", ".join(devices),
             )
         )
     header = ("method + norm", "time a run", "epochs", "s an epoch", "ms a step", "largest r*", "exemplars", "device")
     notes = (
-        "Time of training, evaluation and choosing exemplars, mean over seeds. Runs that shared a device in lanes took longer "
-        "each. Steps are known where the data set is, and where a method has a single phase.",
+        "Time of training, evaluation and choosing exemplars, mean over finished runs. Runs that shared a device in lanes took "
+        "longer each. Steps are known where the data set is, and where a method has a single phase.",
     )
     return Table(header, tuple(rows), notes, "l" + "r" * 6 + "l", "Cost of a run.")
 

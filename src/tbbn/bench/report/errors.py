@@ -14,8 +14,8 @@ from tbbn.bench.report.table import Table
 
 
 def mean_errors(group: Group) -> dict[str, float]:
-    """The number of errors of each type after the last task, the mean over seeds."""
-    last = [record.errors[-1] for record in group.drawn if record.errors]
+    """The number of errors of each type after the last task, the mean over finished runs; empty if there is none."""
+    last = [record.errors[-1] for record in group.finished if record.errors]
     return {kind: statistics.fmean(errors.get(kind, 0) for errors in last) for kind in ERROR_TYPES} if last else {}
 
 

@@ -13,6 +13,9 @@ from tbbn.bench.report.table import csv_text
 from tbbn.errors import printable
 
 Runs = Mapping[Path, Record]  # by folder
+_NAMES = (
+    "directory", "label", "method", "norm", "data", "protocol", "keep", "seed", "class_order_seed", "status"
+)  # fmt: skip
 
 
 def runs_json(runs: Runs, metrics: Sequence[str] = ()) -> str:
@@ -42,16 +45,16 @@ def runs_csv(runs: Runs, metrics: Sequence[str] = ()) -> str:
         names, values = _names(folder, record), _metrics(record, metrics)
         matrix = [record.accuracy[t][i] if t < len(record.accuracy) else "" for t, i in places]
         rows.append([*names.values(), *(values.get(m, "") for m in metrics), record.seconds, *matrix])
-    header = ["directory", "label", "method", "norm", "data", "seed", "status", *metrics, "seconds"]
+    header = [*_NAMES, *metrics, "seconds"]
     header += [f"a[{t + 1},{i + 1}]" for t, i in places]
     return csv_text([[printable(str(cell)) for cell in row] for row in (header, *rows)])
 
 
 def _names(folder: Path, record: Record) -> dict[str, Any]:
     config = record.run_config
-    method, norm = config.names
-    names = {"directory": str(folder), "label": config.label, "method": method, "norm": norm, "data": config.data.name}
-    return {**names, "seed": config.seed, "status": record.status}
+    scenario = (config.data.name, config.protocol, config.train.keep, config.seed, config.data.class_order_seed)
+    values = (str(folder), config.label, *config.names, *scenario, record.status)
+    return dict(zip(_NAMES, values, strict=True))
 
 
 def _metrics(record: Record, chosen: Sequence[str]) -> dict[str, float]:

@@ -64,9 +64,9 @@ def groups(records: Sequence[Record]) -> list[Group]:
     found: dict[RunConfig, dict[Seed, Record]] = {}
     for record in records:
         config = record.run_config
-        runs = found.setdefault(_without_seed(config), {})
+        runs = found.setdefault(without_seed(config), {})
         seed = config.seed, config.data.class_order_seed
-        if seed not in runs or runs[seed].status != "finished":
+        if seed not in runs or _knows(record) > _knows(runs[seed]):
             runs[seed] = record
     alike: dict[str, dict[RunConfig, None]] = {}
     for config in found:
@@ -84,7 +84,27 @@ def blocks(found: Sequence[Group]) -> list[list[Group]]:
     return list(together.values())
 
 
-def _without_seed(config: RunConfig) -> RunConfig:
+def repeated_note(records: Sequence[Record], found: Sequence[Group]) -> list[str]:
+    """How many of the records repeat another one, and whether all of them agree with it; nothing if there are none."""
+    counted = {(group.config, seed): record for group in found for seed, record in group.runs.items()}
+    repeated = len(records) - len(counted)
+    if not repeated:
+        return []
+    note = f"{repeated} of the {len(records)} runs repeat the config and seed of another and are not counted again."
+    differ = 0
+    for record in records:
+        config = record.run_config
+        chosen = counted[without_seed(config), (config.seed, config.data.class_order_seed)]
+        differ += record.status == chosen.status == "finished" and record.accuracy != chosen.accuracy
+    return [f"{note} {differ} of them have other results: the first of each is shown." if differ else note]
+
+
+def _knows(record: Record) -> tuple[bool, int]:
+    return record.status == "finished", len(record.accuracy)
+
+
+def without_seed(config: RunConfig) -> RunConfig:
+    """What runs of one group have in common."""
     data = replace(config.data, class_order_seed=-1, root="", download=True, stream="auto")
     return replace(config, seed=0, device="", threads=0, data=data, save=SaveConfig())
 

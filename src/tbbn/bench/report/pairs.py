@@ -39,8 +39,11 @@ def pairs(groups: Sequence[Group]) -> list[Pair]:
     """Every norm against batch norm, or where that is missing against the first norm of its block."""
     found = []
     for block in blocks(groups):
-        base = next((group for group in block if group.norm == "bn"), block[0])
-        for other in block:
+        finished = [group for group in block if group.finished]
+        base = next((group for group in finished if group.norm == "bn"), finished[0] if finished else None)
+        if base is None:
+            continue
+        for other in finished:
             both = [seed for seed in base.runs if seed in other.runs] if other is not base else []
             seeds = tuple(s for s in both if base.runs[s].status == other.runs[s].status == "finished")
             if seeds:

@@ -10,7 +10,7 @@ from tbbn.bench.engine.forecast import TaskForecast
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
 from tbbn.bench.report.columns import LOWER_IS_BETTER, SHORT, SYMBOLS, default_metrics, formulas
-from tbbn.bench.report.groups import Group, blocks, groups
+from tbbn.bench.report.groups import Group, blocks, groups, repeated_note
 from tbbn.bench.report.table import SPREAD, Table
 
 
@@ -50,8 +50,9 @@ def blocks_table(records: Sequence[Record], metrics: Sequence[str] = ()) -> Tabl
     header, rows, align = _with_status(stubs, rows, ordered, metrics)
     caption = (
         f"{', '.join(dict.fromkeys(group.config.data.name for group in found))}: mean ± standard deviation over seeds, "
-        "in percent. The best mean of each block is bold."
+        "in percent. The best mean of each block is bold"
     )
+    caption += "." if all(map(_same_seeds, blocks(found))) else ", where all its rows have the same seeds."
     notes = tuple(_notes(records, found, metrics))
     return Table(header, tuple(rows), notes, align, caption, tuple(starts), frozenset(bold))
 
@@ -63,8 +64,10 @@ def _cells(group: Group, metrics: Sequence[str]) -> tuple[str, ...]:
 
 
 def _best(block: Sequence[Group], metrics: Sequence[str]) -> list[tuple[int, int]]:
-    """Row and metric of the best means of a block; those printed alike are best together."""
+    """Row and metric of the best means of a block; those printed alike are best together. None where seeds differ."""
     values = [[record.metrics for record in group.finished] for group in block]
+    if not _same_seeds(block):
+        return []
     best = []
     for j, metric in enumerate(metrics):
         means = {
@@ -74,6 +77,12 @@ def _best(block: Sequence[Group], metrics: Sequence[str]) -> list[tuple[int, int
             wanted = (min if metric in LOWER_IS_BETTER else max)(means.values())
             best += [(i, j) for i, mean in means.items() if mean == wanted]
     return best
+
+
+def _same_seeds(block: Sequence[Group]) -> bool:
+    """Whether all groups that have finished runs have them for the same seeds."""
+    seeds = [{seed for seed, record in group.runs.items() if record.status == "finished"} for group in block]
+    return all(own == other for own in seeds for other in seeds if own and other)
 
 
 def _with_status(
@@ -89,11 +98,7 @@ def _with_status(
 
 def _notes(records: Sequence[Record], found: Sequence[Group], metrics: Sequence[str]) -> list[str]:
     notes = [*formulas(metrics), f"{SYMBOLS} ±: standard deviation over seeds."]
-    repeated = len(records) - sum(len(group.runs) for group in found)
-    if repeated:
-        notes.append(
-            f"{repeated} of the {len(records)} runs repeat the config and seed of another and are not counted again."
-        )
+    notes += repeated_note(records, found)
     if any(record.skipped for record in records):
         notes.append(skipped_note(records))
     return notes

@@ -30,6 +30,8 @@ NOT_CHECKED = (
     Finding("environment, seconds and message", not_checked="nothing tells what they were"),
 )
 
+RESULTS = "results against the labels"  # the subject of a check that needs the data set
+
 
 def verify(directory: Path, *, evaluate: bool = True) -> list[Finding]:
     """Check everything in the folder of a run. Needs the data set; trains nothing.
@@ -117,7 +119,7 @@ def _contents(record: Record, files: _Files, metrics: dict[str, Any], evaluate: 
         except UserError as error:  # the data set is not here: the rest can be checked all the same
             reason = str(error).rstrip(".")
     if source is None:
-        yield Finding("results against the labels", not_checked=reason)
+        yield Finding(RESULTS, not_checked=reason)
     else:
         scenario = scenario_of(config, source)
         yield from recompute.known_before_training(record, source, scenario)

@@ -26,8 +26,13 @@ LARGEST = 2**30  # bytes of a file, and of its values unpacked; the published fi
 
 
 def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes: int) -> Part:
-    """The training or test part of CIFAR-10 or CIFAR-100 from its pickled batches (N, 3072)."""
+    """The training or test part of CIFAR-10 or CIFAR-100 from its pickled batches (N, 3072).
+
+    Images are in the order of a folder of images, by class and then by file name, whatever order the files have: a run then has
+    the same rows from the published archive as from a copy that was made of single images.
+    """
     images, labels = [], []
+    names: list[str] = []
     for batch in batches:
         content = _unpickle(folder / batch)
         data, ids = content.get("data"), content.get(label_key)
@@ -43,7 +48,23 @@ def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes
         _checked(folder / batch, pixels, own_labels, n_classes)
         images.append(pixels)
         labels.append(own_labels)
-    return Part(torch.cat(images), torch.cat(labels))
+        listed = content.get("filenames")
+        known = isinstance(listed, list) and len(listed) == len(own_labels)
+        names += [_text(name) for name in listed] if known and listed else [""] * len(own_labels)
+    all_labels = torch.cat(labels)
+    keys = [(label, _file_order(name)) for label, name in zip(all_labels.tolist(), names, strict=True)]
+    order = torch.tensor(sorted(range(len(keys)), key=keys.__getitem__), dtype=torch.int64)
+    return Part(torch.cat(images)[order], all_labels[order])
+
+
+def _file_order(name: str) -> tuple[int, str]:
+    """A key that sorts file names by alphabet, and those that are numbers by value.
+
+    >>> sorted(["10.png", "9.png"], key=_file_order), sorted(["cat_2.png", "cat_10.png"], key=_file_order)
+    (['9.png', '10.png'], ['cat_10.png', 'cat_2.png'])
+    """
+    stem = name.partition(".")[0]
+    return (int(stem), "") if stem.isdecimal() else (0, name)
 
 
 def _whole(values: Any) -> Tensor:
