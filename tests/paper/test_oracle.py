@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from tinyrun import finish, tiny
 from torch import Tensor
 
 from tbbn.bench.engine.phase import PhaseSettings
+from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.engine.task import EngineTaskContext
 from tbbn.bench.methods import Phase
+from tbbn.bench.runs.record import save_record
 from tbbn.bench.runs.saved import run_saved
 from tbbn.errors import UserError
 from tbbn.paper import oracle
@@ -51,6 +54,12 @@ def test_only_affine_parameters_are_trained(context: EngineTaskContext) -> None:
         assert torch.equal(tensor, before[name]) == (id(tensor) not in affine), name
 
 
+def finished(**settings: Any) -> Record:
+    record = new_record(tiny(**{"train__epochs": 1, **settings}))
+    record.status = "finished"
+    return record
+
+
 def test_the_four_procedures_of_two_runs(tmp_path: Path) -> None:
     folders = []
     for method in ("ft", "joint"):
@@ -58,6 +67,12 @@ def test_the_four_procedures_of_two_runs(tmp_path: Path) -> None:
         run_saved(tiny(method=method, norm="bn", train__epochs=1), folders[-1])
     with pytest.raises(UserError, match="needs a finished run of ft and one of joint"):
         oracle.pairs(folders[:1])
+    for name, settings in (("other", {"norm": "tbbn"}), ("third", {"norm": "bn", "train__lr": 0.01})):
+        save_record(finished(method="joint", **settings), tmp_path / name)
+    assert oracle.pairs([tmp_path / "other", *folders, tmp_path / "third"]) == {0: tuple(folders)}
+    save_record(finished(method="ft", norm="tbbn"), tmp_path / "fourth")
+    with pytest.raises(UserError, match=r"draws one experiment, but .*fourth and .*ft differ in more than their seed"):
+        oracle.pairs([tmp_path / "fourth", tmp_path / "other", *folders])
     found = oracle.oracle(*oracle.pairs(folders)[0])
     assert tuple(sorted(found)) == tuple(sorted(oracle.PROCEDURES))
     assert all(len(row) == 3 and all(0 <= value <= 1 for value in row) for row in found.values())

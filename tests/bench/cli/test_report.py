@@ -45,6 +45,11 @@ def test_csv_and_json_have_every_run(report, runs: Path) -> None:
     assert [(e["norm"], e["seed"]) for e in entries] == [("bn", 0), ("bn", 1), ("gn(groups=8)", 0), ("gn(groups=8)", 1)]
 
 
+def test_a_folder_that_is_named_twice_counts_once(report, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs.parent)
+    assert len(json.loads(report(runs.name, str(runs / ".." / runs.name), "--json"))) == 4
+
+
 def test_the_metrics_asked_for_are_shown_in_that_order(report) -> None:
     header, *_ = report("--metrics", "A_l,FM").splitlines()
     assert header.split() == ["method", "+", "norm", "seeds", "A_l", "%", "FM", "%"]

@@ -96,6 +96,10 @@ def test_of_equal_validation_losses_the_first_epoch_was_kept() -> None:
     ]  # fmt: skip
     record.history += [{"task": 0, "phase": "b", "epoch": epoch} for epoch in range(3)]
     record.history += [{"task": 1, "phase": "a", "epoch": epoch, "validation": -epoch} for epoch in range(3)]
+    assert record.kept_epochs() == {}, "no task is learnt yet"
+    record.accuracy = [[0.5]]
+    assert record.kept_epochs() == {(0, "a"): 1, (0, "b"): 2}
+    record.accuracy = [[0.5], [0.5, 0.5]]
     assert record.kept_epochs() == {(0, "a"): 1, (0, "b"): 2, (1, "a"): 2}
 
 

@@ -25,7 +25,9 @@ def timed(seconds: float, epochs: int, **settings: Any) -> Record:
 
 def test_the_cost_is_the_mean_over_seeds() -> None:
     runs = [timed(10, 4), timed(20, 4, seed=1), timed(90, 4, norm__name="tbbn")]
-    first, second = cost_table(groups(runs)).rows
+    cut = timed(5, 4, norm__name="gn")
+    cut.status = "interrupted"
+    first, second = cost_table(groups([*runs, cut])).rows
     # The 24 images of a task fit into a batch of 32, or into the 24 current rows of one: one step an epoch, 4 in all.
     assert first == ("ft + bn", "15.0 s", "4", "3.75", "3750.00", "4", "8", "x86_64")
     assert second[1:5] == ("1 min 30 s", "4", "22.50", "22500.00") and second[-1] == "H200"

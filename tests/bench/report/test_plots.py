@@ -177,6 +177,9 @@ def test_errors_are_bars_of_four_parts() -> None:
     assert widths == [[1, 10], [2, 20], [3, 30], [4, 40]]
     assert [bar.get_x() for bar in (part[1] for part in axes.containers)] == [0, 10, 30, 60]
     assert axes.get_xlim() == (0, pytest.approx(105))
+    cut = record(UP[:1], norm__name="cn", status="interrupted", data__tasks=2)
+    (axes,) = figure([one, other, cut], "errors").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["bn", "gn"], "not after the last task"
     other.errors[-1] = dict.fromkeys(other.errors[-1], 0)
     (axes,) = figure([other], "errors").axes
     assert axes.get_xlim() == (0, 1)

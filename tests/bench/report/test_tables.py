@@ -11,6 +11,7 @@ from records import labels, record
 
 from tbbn.bench.engine.forecast import TaskForecast
 from tbbn.bench.report.groups import blocks, groups
+from tbbn.bench.report.pairs import pairs
 from tbbn.bench.report.table import Table
 from tbbn.bench.report.tables import (
     accuracy_table,
@@ -47,6 +48,37 @@ def test_f_is_the_best_past_accuracy_minus_the_final_one_and_f_text_the_largest_
     made = record(rows)
     (row,) = summary_table([made]).rows
     assert row[4:6] == ("16.7", "10.0")
+
+
+def test_the_best_mean_is_bold_only_where_all_have_the_same_seeds() -> None:
+    even = [record(A), record(B, norm__name="tbbn"), record(C, norm__name="gn", status="interrupted")]
+    table = blocks_table(even, ("final_accuracy",))
+    assert table.bold == {(0, 3)} and table.caption.endswith("is bold.")
+    table = blocks_table([*even, record(A, seed=1)], ("final_accuracy",))
+    assert table.bold == set() and table.caption.endswith("is bold, where all its rows have the same seeds.")
+
+
+def test_of_equal_runs_the_one_that_got_furthest_counts() -> None:
+    short, long, whole = (record(A[:n], status="interrupted", data__tasks=2) for n in (1, 2, 2))
+    for runs in ([short, long], [long, short]):
+        (group,) = groups(runs)
+        assert group.records == [long]
+    whole.status = "finished"
+    assert groups([long, whole])[0].records == [whole] == groups([whole, long])[0].records
+
+
+def test_norms_are_compared_with_batch_norm_or_the_first_that_has_a_finished_run() -> None:
+    cut, gn, tbbn = (
+        record(A[:1], "interrupted", data__tasks=2),
+        record(B, norm__name="gn"),
+        record(C, norm__name="tbbn"),
+    )
+    assert [(pair.base.norm, pair.other.norm) for pair in pairs(groups([cut, gn, tbbn]))] == [("gn", "tbbn")]
+    assert [(pair.base.norm, pair.other.norm) for pair in pairs(groups([gn, tbbn, record(A)]))] == [
+        ("bn", "gn"),
+        ("bn", "tbbn"),
+    ]
+    assert pairs(groups([cut])) == []
 
 
 def test_percent_of_one_and_of_two() -> None:
