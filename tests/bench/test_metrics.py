@@ -58,7 +58,7 @@ def test_one_task_forgets_nothing() -> None:
         "final_accuracy": 0.4,
         "average_accuracy": 0.4,
         "forgetting": 0.0,
-        "forgetting_history": 0.0,
+        "forgetting_text": 0.0,
         "forgetting_past": 0.0,
         "learning_accuracy": 0.4,
         "backward_transfer": 0.0,
@@ -77,8 +77,8 @@ def test_metrics_match_the_formulas_counted_from_one(rows: list[list[float]]) ->
     assert summary["final_accuracy"] == close(sum(a[n, i] for i in tasks) / n)
     assert summary["average_accuracy"] == close(sum(sum(a[t, i] for i in range(1, t + 1)) / t for t in tasks) / n)
     assert summary["learning_accuracy"] == close(sum(a[i, i] for i in tasks) / n)
-    assert summary["forgetting"] == close(sum(paper) / n, abs=1e-12)
-    assert summary["forgetting_history"] == close(sum(history) / n, abs=1e-12)
+    assert summary["forgetting_text"] == close(sum(paper) / n, abs=1e-12)
+    assert summary["forgetting"] == close(sum(history) / n, abs=1e-12)
     if n > 1:
         assert summary["forgetting_past"] == close(sum(history[:-1]) / (n - 1), abs=1e-12)
         assert summary["backward_transfer"] == close(sum(a[n, i] - a[i, i] for i in tasks) / (n - 1), abs=1e-12)

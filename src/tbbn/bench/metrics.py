@@ -16,8 +16,8 @@ Matrix = Sequence[Sequence[float]]
 FORMULAS: dict[str, str] = {
     "final_accuracy": "A_f = (1/T) sum_i a[T,i]",
     "average_accuracy": "A_a = (1/T) sum_t (1/t) sum_{i<=t} a[t,i]",
-    "forgetting_history": "F = (1/T) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])",
-    "forgetting": "F_text = (1/T) sum_{i<T} max_{t>i} (a[i,i] - a[t,i])",
+    "forgetting": "F = (1/T) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])",
+    "forgetting_text": "F_text = (1/T) sum_{i<T} max_{t>i} (a[i,i] - a[t,i])",
     "forgetting_past": "FM = (1/(T-1)) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])",
     "learning_accuracy": "A_l = (1/T) sum_i a[i,i]",
     "backward_transfer": "BWT = (1/(T-1)) sum_{i<T} (a[T,i] - a[i,i])",
@@ -181,8 +181,8 @@ def summary(
     metrics = {
         "final_accuracy": final_accuracy(accuracy),
         "average_accuracy": average_accuracy(accuracy),
-        "forgetting_history": forgetting(accuracy),
-        "forgetting": forgetting(accuracy, from_text=True),
+        "forgetting": forgetting(accuracy),
+        "forgetting_text": forgetting(accuracy, from_text=True),
         "forgetting_past": forgetting_past(accuracy),
         "learning_accuracy": learning_accuracy(accuracy),
         "backward_transfer": backward_transfer(accuracy),

@@ -24,7 +24,7 @@ from tbbn.paper import find_recipe
 METRICS = {
     "A_f": "final_accuracy",
     "A_a": "average_accuracy",
-    "F": "forgetting_history",
+    "F": "forgetting",
     "A_l": "learning_accuracy",
     "A_f^w": "weighted_final_accuracy",
     "A_a^w": "weighted_average_accuracy",

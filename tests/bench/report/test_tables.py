@@ -325,7 +325,7 @@ def test_a_block_is_a_method_and_its_best_norm_is_bold() -> None:
         record(C, method__name="lucir", norm__name="gn"),
         record(A, method__name="er"),
     ]
-    table = blocks_table(records, ("final_accuracy", "forgetting_history"))
+    table = blocks_table(records, ("final_accuracy", "forgetting"))
     assert table.header == ("method", "norm", "seeds", "A_f %", "F %")
     assert table.rows == (
         ("ft", "bn", "1", "70.0", "25.0"),

@@ -134,7 +134,14 @@ def test_fields_of_tasks_have_one_entry_for_each_task_learnt() -> None:
 
 def test_a_record_of_the_first_schema_gets_empty_hashes() -> None:
     old = {"schema": 1, "accuracy": [[1], [1, 1]], "other": "kept"}
-    assert migrate(old) == {**old, "schema": 2, "weights": ["", ""]} and old["schema"] == 1
-    assert migrate({"schema": 1}) == {"schema": 2, "weights": []}
-    assert migrate({"schema": 2, "a": 1}) == {"schema": 2, "a": 1}
+    assert migrate(old) == {**old, "schema": 3, "weights": ["", ""]} and old["schema"] == 1
+    assert migrate({"schema": 1}) == {"schema": 3, "weights": []}
+    assert migrate({"schema": 2, "a": 1}) == {"schema": 3, "a": 1}
     assert migrate({"schema": 0}) == {"schema": 0}
+
+
+def test_a_record_of_the_second_schema_has_other_names_of_forgetting() -> None:
+    old = {"schema": 2, "metrics": {"forgetting_history": 0.25, "forgetting": 0.5, "final_accuracy": 0.75}}
+    new = {"forgetting": 0.25, "forgetting_text": 0.5, "final_accuracy": 0.75}
+    assert migrate(old) == {"schema": 3, "metrics": new} and "forgetting_history" in old["metrics"]
+    assert migrate({"schema": 2, "metrics": "none"}) == {"schema": 3, "metrics": "none"}  # of a damaged record

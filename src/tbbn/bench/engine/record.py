@@ -17,7 +17,7 @@ from tbbn.bench import metrics
 from tbbn.bench.config import RunConfig, flatten, resolve, to_dict, with_defaults
 from tbbn.bench.engine.plugins import used_plugins
 
-SCHEMA = 2  # of the record's fields
+SCHEMA = 3  # of the record's fields
 
 
 @dataclass

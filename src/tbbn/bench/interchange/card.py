@@ -8,7 +8,7 @@ from typing import Any
 from tbbn.bench.engine.record import Record
 from tbbn.bench.report.columns import SHORT, SYMBOLS, formulas
 
-_METRICS = ("final_accuracy", "average_accuracy", "forgetting_history")
+_METRICS = ("final_accuracy", "average_accuracy", "forgetting")
 _LISTED = 200  # classes in the table; model.json has all
 
 

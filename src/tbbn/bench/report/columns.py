@@ -12,8 +12,8 @@ from tbbn.errors import UserError, unknown_name
 SHORT = {
     "final_accuracy": "A_f",
     "average_accuracy": "A_a",
-    "forgetting_history": "F",  # as the paper's code computes it, and its tables have it
-    "forgetting": "F_text",  # the formula of the paper's text
+    "forgetting": "F",  # as the paper's code computes it, and its tables have it
+    "forgetting_text": "F_text",  # the formula of the paper's text
     "learning_accuracy": "A_l",
     "forgetting_past": "FM",
     "backward_transfer": "BWT",
@@ -22,12 +22,12 @@ SHORT = {
     "task_il_final_accuracy": "A_f task-IL",
     "task_il_average_accuracy": "A_a task-IL",
 }
-HEADLINE = ("final_accuracy", "average_accuracy", "forgetting_history", "forgetting", "learning_accuracy")
+HEADLINE = ("final_accuracy", "average_accuracy", "forgetting", "forgetting_text", "learning_accuracy")
 WEIGHTED = ("weighted_final_accuracy", "weighted_average_accuracy")
 SYMBOLS = "a[t,i]: accuracy on task i after learning task t, among all classes seen so far."  # of the formulas
 # A metric at the beginning of a column's title: its letter, what stands below the line and what above.
 METRIC = re.compile(r"(A|F)(?:_([a-z]+))?(?:\^([a-z]))?(?=$| )")
-LOWER_IS_BETTER = ("forgetting_history", "forgetting", "forgetting_past")
+LOWER_IS_BETTER = ("forgetting", "forgetting_text", "forgetting_past")
 
 
 def default_metrics(records: Iterable[Record]) -> tuple[str, ...]:

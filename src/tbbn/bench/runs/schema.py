@@ -86,7 +86,16 @@ def _to_2(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "weights": [""] * len(tree.get("accuracy", ()))}
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2}  # from this schema to the next
+def _to_3(tree: dict[str, Any]) -> dict[str, Any]:
+    """Up to schema 2 the forgetting of the paper's tables was `forgetting_history`, and that of its text `forgetting`."""
+    names = {"forgetting": "forgetting_text", "forgetting_history": "forgetting"}
+    metrics = tree.get("metrics")
+    if isinstance(metrics, dict):
+        tree = {**tree, "metrics": {names.get(name, name): value for name, value in metrics.items()}}
+    return tree
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2, 2: _to_3}  # from this schema to the next
 
 
 def migrate(tree: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tbbn.bench.engine.plugins import without_data
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.setup import load_source, scenario_of
 from tbbn.bench.files import file_sha256, read_limited, seal_problem
-from tbbn.bench.runs import checkpoint, crosscheck, recompute
+from tbbn.bench.runs import checkpoint, crosscheck, recompute, schema
 from tbbn.bench.runs.finding import Finding, compare
 from tbbn.bench.runs.record import CONFIG, LARGEST, PREDICTIONS, RECORD, load_predictions, record_from
 from tbbn.errors import UserError
@@ -44,7 +44,7 @@ def verify(directory: Path, *, evaluate: bool = True) -> list[Finding]:
         tree = json.loads(files.record)
         record = record_from(tree, RECORD)
         findings.append(_config(directory / CONFIG, record, tree.get("config_sha256")))
-        findings += _contents(record, files, tree.get("metrics", {}), evaluate)
+        findings += _contents(record, files, schema.migrate(tree).get("metrics", {}), evaluate)
     except Exception as error:
         if isinstance(error, UserError) and not any(finding.problem for finding in findings):
             raise
