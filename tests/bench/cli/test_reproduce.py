@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,13 @@ def test_a_table_is_run_resumed_and_printed_beside_the_papers(
     assert [line.split()[2:4] for line in capsys.readouterr().out.splitlines() if line.startswith("ft + ")] == [
         ["tbbn", "1"]
     ]
+    assert main((*shown, "--format", "latex")) == 0
+    latex = capsys.readouterr().out
+    assert r"\caption{SCALE 0.0125: a fraction" in latex and "\n% A_f = (1/T)" in latex
+    assert main((*shown, "--format", "csv")) == 0
+    made = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["method + norm"] for row in made] == ["ft + bn", "ft + tbbn"] and made[0]["A_l paper"] == "78.79"
+    assert 0 <= float(made[1]["A_f ours"]) <= 100 and len(made[0]) >= 2 + 3 * 4
     assert main((*shown, "--memory.budget", "7")) == 0 and "No finished run" in capsys.readouterr().out
     assert main(("reproduce", "fig-errors", *shown[2:])) == 0
     assert Path(capsys.readouterr().out.split()[-1]).stat().st_size > 1000

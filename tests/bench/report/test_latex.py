@@ -95,6 +95,8 @@ def test_blocks_bold_type_and_caption() -> None:
         r"\bottomrule",
         r"\end{tabular}",
         r"\end{table}",
+        "% A_f = (1/T) sum_i a[T,i]",
+        "% a[t,i]: accuracy on task i after learning task t, among all classes seen so far. ±: standard deviation over seeds.",
     ]
 
 

@@ -177,8 +177,13 @@ def _show(
         kind = "accuracy" if args.name == "fig-curves" else "errors"
         print(stamp + printable(str(save_figure(figure(finished, kind, stamp), folder / f"{args.name}.png"))))
         return
-    print(f"{stamp}{table.title}\n")
-    print(compare(table, records, given, rows=rows).render(args.format) + "\n")
+    found = compare(table, records, given, rows=rows)
+    found = replace(found, caption=stamp + found.caption)
+    if args.format == "csv":  # every column has a name of its own, and nothing stands above the header
+        long = (f"{column} {what}" for column in table.columns for what in ("paper", "ours", "diff."))
+        found = replace(found, header=(*found.header[:2], *long))
+    print(f"{stamp}{table.title}\n", file=sys.stderr if args.format == "csv" else sys.stdout)
+    print(found.render(args.format) + "\n" * (args.format != "csv"))
 
 
 def _stamp(args: argparse.Namespace) -> str:

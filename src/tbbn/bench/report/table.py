@@ -72,9 +72,11 @@ class Table:
         return csv_text(zip(*columns, strict=True))
 
     def _latex(self) -> str:
-        return latex.render(
+        """Notes are comments: whoever pastes the table sees them, and decides what goes into the caption."""
+        made = latex.render(
             self.header, self.rows, align=self.align, caption=self.caption, blocks=self.blocks, bold=self.bold
         )
+        return "\n".join([made, *(f"% {note}" for note in self.notes)])
 
 
 def csv_text(rows: Iterable[Sequence[str]]) -> str:
