@@ -421,3 +421,34 @@ def test_a_norm_of_ones_own_can_be_registered(x):
 def test_is_balanced():
     assert is_balanced(tbbn.convert(nn.Sequential(nn.BatchNorm2d(2))))
     assert not is_balanced(nn.Sequential(nn.BatchNorm2d(2)))
+
+
+@pytest.mark.parametrize("norm", ["bn", "in", "gn", "sn", "brn", "cn", "tbbn", "weighted", "adab2n"])
+def test_an_option_decides_over_affine_parameters_whatever_the_old_layer_had(norm):
+    old = nn.BatchNorm2d(32)
+    nn.init.constant_(old.weight, 5.0)
+    bare = tbbn.convert(old, norm, affine=False)
+    assert bare.weight is None and bare.bias is None and {"weight", "bias"}.isdisjoint(bare.state_dict())
+    x = torch.randn(4, 32, 3, 3)
+    assert bare(x).std() < 2, "not the weight of the old layer"
+    own = tbbn.convert(nn.BatchNorm2d(32, affine=False), norm, affine=True)
+    assert torch.equal(own.weight, torch.ones(32)) and torch.equal(own.bias, torch.zeros(32))
+    kept = nn.BatchNorm2d(32)
+    weight = kept.weight
+    assert tbbn.convert(kept, norm, affine=True).weight is weight
+
+
+@pytest.mark.parametrize("norm", ["bn", "sn", "cn", "tbbn", "weighted"])
+def test_an_option_decides_over_running_statistics(norm):
+    bare = tbbn.convert(nn.BatchNorm2d(32), norm, track_running_stats=False)
+    assert bare.running_mean is None and not any("running" in name for name in bare.state_dict())
+    x = torch.randn(4, 32, 3, 3) + 7
+    assert bare.eval()(x).mean().abs() < 1, "normalised by the batch"
+    own = tbbn.convert(nn.BatchNorm2d(32, track_running_stats=False), norm, track_running_stats=True)
+    assert torch.equal(own.running_mean, torch.zeros(32))
+
+
+def test_a_lazy_layer_takes_no_other_settings():
+    with pytest.raises(UserError, match="does not know its channels yet"):
+        tbbn.convert(nn.LazyBatchNorm2d(), "tbbn", affine=False)
+    assert tbbn.convert(nn.LazyBatchNorm2d(), "tbbn", affine=True).affine

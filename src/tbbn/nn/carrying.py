@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -20,11 +21,13 @@ def is_made(layer: nn.Module) -> bool:
     return _ADDED in vars(layer)
 
 
-def carry(old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool) -> nn.Module:
+def carry(
+    old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool, own: Collection[str] = ()
+) -> nn.Module:
     """Make ``new``, a layer just built, the successor of ``old``: of class ``cls``, with what ``old`` has.
 
-    Its own are only the settings of its norm, and parameters and buffers that ``old`` has not. ``everything=False`` leaves the
-    attributes of ``old`` behind, for a norm whose attributes are its settings.
+    Its own are only the settings of its norm, parameters and buffers that ``old`` has not, and those named in ``own``.
+    ``everything=False`` leaves the attributes of ``old`` behind, for a norm whose attributes are its settings.
     """
     before, after = vars(old), dict(vars(new))
     dropped = {*before.get(_ADDED, ()), *_runtime_names(old)}
@@ -36,7 +39,7 @@ def carry(old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool
         k: before[k] for k in TORCH_ATTRIBUTES if k in before
     }  # hooks stay the same objects: their handles go on working
     for container in ("_parameters", "_buffers"):
-        after[container] = _merge(old, new, container, dropped, everything)
+        after[container] = _merge(old, new, container, dropped, everything, own)
     after["_modules"] = {**vars(new)["_modules"], **(before["_modules"] if everything else {})}
     names = before["_non_persistent_buffers_set"] | vars(new)["_non_persistent_buffers_set"]
     after["_non_persistent_buffers_set"] = names & set(after["_buffers"])
@@ -71,9 +74,11 @@ def _runtime_names(layer: nn.Module) -> set[str]:
     return {name for name in vars(layer) if any(name in vars(cls) for cls in ours)}
 
 
-def _merge(old: nn.Module, new: nn.Module, container: str, dropped: set[str], everything: bool) -> dict[str, Any]:
+def _merge(
+    old: nn.Module, new: nn.Module, container: str, dropped: set[str], everything: bool, own: Collection[str]
+) -> dict[str, Any]:
     before, after = vars(old)[container], dict(vars(new)[container])
-    for name in list(after):
+    for name in after.keys() - own:
         if name in before and name not in dropped:
             after[name] = before[name]
         elif name in _STATE and hasattr(old, name):  # computed, by a parametrization or a pruning hook

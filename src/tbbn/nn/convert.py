@@ -195,7 +195,19 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     new = cls(channels, **{k: v for k, v in shared.items() if k in accepted} | options)
     if not issubclass(cls, _PLAIN):
         new.__dict__["norm_dims"] = _dims(old)
-    return carry(old, new, target, everything=own is not None or is_made(old) or _other_norm(old) is None)
+    everything = own is not None or is_made(old) or _other_norm(old) is None
+    return carry(old, new, target, everything, own=_asked_otherwise(old, options))
+
+
+def _asked_otherwise(old: Any, options: dict[str, Any]) -> set[str]:
+    """Parameters and buffers that an option gives the new layer, and ``old`` has not, or takes from it."""
+    names: set[str] = set()
+    if options.get("affine", old.weight is not None) != (old.weight is not None):
+        names |= {"weight", "bias"}
+    tracks = getattr(old, "track_running_stats", True)
+    if options.get("track_running_stats", tracks) != tracks:
+        names |= {"running_mean", "running_var", "num_batches_tracked"}
+    return names
 
 
 def _sync_options(norm: str, process_group: Any) -> dict[str, Any]:
@@ -209,7 +221,9 @@ def _sync_options(norm: str, process_group: Any) -> dict[str, Any]:
 
 def _make_lazy(cls: type[nn.Module], old: AnyLazyNorm, options: dict[str, Any]) -> nn.Module:
     """A lazy layer, as ``old``: it takes its number of channels from the first batch."""
-    if cls not in _PLAIN and not issubclass(cls, layers.PlannedNorm):
+    settings = ("eps", "momentum", "affine", "track_running_stats")
+    changed = any(name in options and options[name] != getattr(old, name) for name in settings)
+    if changed or (cls not in _PLAIN and not issubclass(cls, layers.PlannedNorm)):
         raise UserError(
             f"convert: {type(old).__name__} does not know its channels yet; run one batch through the model first."
         )

@@ -375,3 +375,14 @@ def test_an_outline_of_the_data_is_made_with_the_settings_of_the_config(monkeypa
     setup.outline_source(tiny(data__crop=8))
     with pytest.raises(UserError, match=r"data\.crop must be at most 8, images being 8x8, got 9\."):
         setup.outline_source(tiny(data__crop=9))
+
+
+@pytest.mark.parametrize("norm", ["in", "gn"])
+def test_the_quirk_no_affine_takes_the_affine_parameters_of_the_network(norm: str) -> None:
+    def parameters(*quirks: str) -> int:
+        network = Run(tiny(norm=norm, backbone="resnet20", quirks=list(quirks))).network
+        return sum(1 for _ in network.backbone.parameters())
+
+    with_all, without = parameters(), parameters("no-affine")
+    convolutions = 1 + 18 + 2  # of the stem, the blocks and two shortcuts; each has a norm after it
+    assert with_all == 3 * convolutions and without == convolutions

@@ -177,13 +177,13 @@ def _show(
         kind = "accuracy" if args.name == "fig-curves" else "errors"
         print(stamp + printable(str(save_figure(figure(finished, kind, stamp), folder / f"{args.name}.png"))))
         return
-    found = compare(table, records, given, rows=rows)
-    found = replace(found, caption=stamp + found.caption)
+    shown = compare(table, records, given, rows=rows)
+    shown = replace(shown, caption=stamp + shown.caption)
     if args.format == "csv":  # every column has a name of its own, and nothing stands above the header
         long = (f"{column} {what}" for column in table.columns for what in ("paper", "ours", "diff."))
-        found = replace(found, header=(*found.header[:2], *long))
+        shown = replace(shown, header=(*shown.header[:2], *long))
     print(f"{stamp}{table.title}\n", file=sys.stderr if args.format == "csv" else sys.stdout)
-    print(found.render(args.format) + "\n" * (args.format != "csv"))
+    print(shown.render(args.format) + "\n" * (args.format != "csv"))
 
 
 def _stamp(args: argparse.Namespace) -> str:
