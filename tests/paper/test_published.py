@@ -76,6 +76,10 @@ def test_only_runs_of_the_table_count_and_each_once() -> None:
     unfinished = run_of("bn", 3, 0.9)
     unfinished.status = "interrupted"
     assert cells([one, one, *other, unfinished], "ft + bn")[:3] == ("1", "35.41", "30.0")
+    assert (
+        compare(TABLE1, [one, unfinished]).notes[-1] == "Runs of this table that are not finished, and not counted: 1."
+    )
+    assert unfinished.status == "interrupted" and "finished" not in compare(TABLE1, [one]).notes[-1]
     assert cells([one, *other], "ft + bn", **{"train.keep": "last"})[:3] == ("1", "35.41", "90.0")
 
 

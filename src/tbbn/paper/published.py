@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from math import sqrt
@@ -156,6 +156,10 @@ def compare(
     configs = {group.config for group in in_rows}
     of_table = [r for r in records if r.status == "finished" and without_seed(r.run_config) in configs]
     notes += repeated_note(of_table, in_rows) if in_rows else ["No finished run of this table was found."]
+    others = [replace(record, status="finished") for record in records if record.status != "finished"]
+    n_others = sum(len(g.runs) for of_row in members(table, others, settings, rows=rows).values() for g in of_row)
+    if n_others:
+        notes.append(f"Runs of this table that are not finished, and not counted: {n_others}.")
     return Table(tuple(header), tuple(cells), tuple(notes), caption=table.title)
 
 

@@ -71,6 +71,8 @@ def _report(args: argparse.Namespace) -> int:
 def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list[str]:
     """Write the figure, the page and the files that were asked for; a line about each."""
     lines = []
+    if args.drift is not None and not (args.html or args.files):
+        raise UserError("--drift adds a section to a page; name the page: --html FILE, or --files FOLDER.")
     if args.plot:
         from tbbn.bench.report.figures import save_figure
         from tbbn.bench.report.plots import figure
