@@ -62,16 +62,14 @@ def pairs(folders: Iterable[Path]) -> dict[int, tuple[Path, Path]]:
         record = load_record(folder)
         if record.status == "finished":
             config = record.run_config
-            runs = found.setdefault(replace(without_seed(config), method=MethodChoice("")), {})
+            alike = replace(without_seed(config), method=MethodChoice(""))
+            alike = replace(alike, data=replace(alike.data, class_order_seed=config.data.class_order_seed))
+            runs = found.setdefault(alike, {})
             runs.setdefault((str(config.method), config.seed), folder)
-    both = [
-        {
-            seed: (runs["ft", seed], runs["joint", seed])
-            for _, seed in sorted(runs)
-            if {("ft", seed), ("joint", seed)} <= set(runs)
-        }
-        for runs in found.values()
-    ]
+    both = []
+    for runs in found.values():
+        seeds = sorted(seed for method, seed in runs if method == "ft" and ("joint", seed) in runs)
+        both.append({seed: (runs["ft", seed], runs["joint", seed]) for seed in seeds})
     both = [paired for paired in both if paired]
     if not both:
         raise UserError("fig-oracle: needs a finished run of ft and one of joint with the same settings and seed.")

@@ -171,15 +171,26 @@ def members(
     A run belongs to a row if it agrees with it in what makes the row, and in every one of ``settings``.
     """
     recipe = _recipe(table)
-    finished = groups([record for record in records if record.status == "finished"])
+    seeds = {name: value for name, value in (settings or {}).items() if name in ("seed", "data.class_order_seed")}
+    finished = groups([record for record in records if record.status == "finished" and _agrees(record, seeds)])
     trees = [_tree(group.config) for group in finished]
     found: dict[Key, list[Group]] = {}
     for key in recipe if rows is None else rows:
         wanted = _tree(_config([*table.layers()[0], ("settings", settings or {})], *key))
-        asked = {name for name in wanted if name.startswith(_IDENTITY) or name in (settings or {})}
+        asked = {n for n in wanted if n.startswith(_IDENTITY) or (n in (settings or {}) and n not in seeds)}
         own = [g for g, tree in zip(finished, trees, strict=True) if all(tree.get(n) == wanted[n] for n in asked)]
         found[key] = sorted(own, key=lambda group: len(_departures(recipe[key], group)))
     return found
+
+
+def _agrees(record: Record, settings: Values) -> bool:
+    tree = flatten(to_dict(record.run_config))
+    return all(tree[name] == value for name, value in settings.items())
+
+
+def row_keys(table: PaperTable) -> list[Key]:
+    """The table's rows: the paper's, then those that only the recipe has."""
+    return list(_recipe(table))
 
 
 def _recipe(table: PaperTable) -> dict[Key, RunConfig]:
@@ -200,11 +211,7 @@ def _tree(config: RunConfig) -> dict[str, Any]:
 def _departures(recipe: RunConfig, group: Group) -> list[tuple[str, str]]:
     """Settings of these runs that are not the recipe's, and their values."""
     expected = _tree(recipe)
-    return [
-        (name, str(value))
-        for name, value in _tree(group.config).items()
-        if name != "plugins" and expected.get(name) != value
-    ]
+    return [(name, str(value)) for name, value in _tree(group.config).items() if expected.get(name) != value]
 
 
 def _row(name: str, columns: Sequence[str], printed: Sequence[float] | None, runs: Sequence[Record]) -> tuple[str, ...]:

@@ -55,4 +55,7 @@ def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]
         if not inside:
             raise UserError(f"{text}: no run here; the folder of a run holds a record.json.")
         folders += inside
-    return list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
+    each: dict[Path, Path] = {}  # by the path without links and dots, as first given
+    for folder in folders:
+        each.setdefault(folder.resolve(), folder)
+    return list(each.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ def names() -> list[str]:
 
 def _reproduce(args: argparse.Namespace) -> int:
     from tbbn.bench.runs.record import load_record
-    from tbbn.paper.published import find_tables
+    from tbbn.paper.published import find_tables, row_keys
 
     if not 0 < args.scale <= 1:
         raise UserError(f"--scale must be above 0 and at most 1, got {args.scale:g}.")
@@ -74,10 +73,10 @@ def _reproduce(args: argparse.Namespace) -> int:
     for table in tables:
         given, axes = _settings(table, args), _axes(table, args)
         if args.records:
-            folder, folders = Path(args.out) / _folder_name(table, args), run_folders(args.records)
-            records = [
-                record for record in map(load_record, folders) if not args.seeds or record.run_config.seed in axes.seeds
-            ]
+            folder = Path(args.out) / _folder_name(table, args)
+            found = {path: load_record(path) for path in run_folders(args.records)}
+            found = {p: r for p, r in found.items() if not args.seeds or r.run_config.seed in axes.seeds}
+            folders, records = list(found), list(found.values())
         else:
             runs, folder, recipe = _runs(table, args, given, axes)
             _announce(table, runs, folder, measure=not args.quiet)
@@ -89,8 +88,12 @@ def _reproduce(args: argparse.Namespace) -> int:
         if args.name == "fig-oracle":
             _oracle(args, folders, folder)
         else:
-            chosen = product(axes.methods or ("ft",), axes.norms) if args.method or args.norm else None
-            _show(args, table, records, folder, given, None if chosen is None else list(chosen))
+            keys = [
+                (method, norm)
+                for method, norm in row_keys(table)
+                if (not args.method or method in axes.methods) and (not args.norm or norm in axes.norms)
+            ]
+            _show(args, table, records, folder, given, keys)
     return code
 
 
@@ -162,7 +165,7 @@ def _show(
     records: list[Record],
     folder: Path,
     given: dict[str, Any],
-    rows: list[tuple[str, str]] | None,
+    rows: list[tuple[str, str]],
 ) -> None:
     from tbbn.bench.report.figures import save_figure
     from tbbn.bench.report.plots import figure
@@ -179,9 +182,10 @@ def _show(
         return
     shown = compare(table, records, given, rows=rows)
     shown = replace(shown, caption=stamp + shown.caption)
-    if args.format == "csv":  # every column has a name of its own, and nothing stands above the header
+    if args.format == "csv":  # nothing stands above the header, and every column has a name of its own
         long = (f"{column} {what}" for column in table.columns for what in ("paper", "ours", "diff."))
-        shown = replace(shown, header=(*shown.header[:2], *long))
+        named = tuple((table.title, *row) for row in shown.rows)
+        shown = replace(shown, header=("table", *shown.header[:2], *long), rows=named, align="l" + shown.align)
     print(f"{stamp}{table.title}\n", file=sys.stderr if args.format == "csv" else sys.stdout)
     print(shown.render(args.format) + "\n" * (args.format != "csv"))
 

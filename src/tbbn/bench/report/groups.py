@@ -46,7 +46,7 @@ class Group:
 
     @property
     def finished(self) -> list[Record]:
-        return [record for record in self.records if record.status == "finished"]
+        return [record for record in self.records if record.status == "finished" and record.accuracy]
 
     @property
     def drawn(self) -> list[Record]:

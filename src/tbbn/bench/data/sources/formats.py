@@ -28,8 +28,8 @@ LARGEST = 2**30  # bytes of a file, and of its values unpacked; the published fi
 def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes: int) -> Part:
     """The training or test part of CIFAR-10 or CIFAR-100 from its pickled batches (N, 3072).
 
-    Images are in the order of a folder of images, by class and then by file name, whatever order the files have: a run then has
-    the same rows from the published archive as from a copy that was made of single images.
+    Images are sorted by class and then by file name, whatever order the files have: a run then has the same rows from the
+    published archive as from a copy that was made of single images.
     """
     images, labels = [], []
     names: list[str] = []
@@ -64,7 +64,7 @@ def _file_order(name: str) -> tuple[int, str]:
     (['9.png', '10.png'], ['cat_10.png', 'cat_2.png'])
     """
     stem = name.partition(".")[0]
-    return (int(stem), "") if stem.isdecimal() else (0, name)
+    return (int(stem), "") if stem.isdecimal() and len(stem) < 19 else (0, name)
 
 
 def _whole(values: Any) -> Tensor:
