@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
-from math import sqrt
+from math import isnan, pi, sqrt, tan
 from pathlib import Path
 
 import pytest
 
-from tbbn.paper.measured import Measured, beside_paper, gains, gains_by_task, measured
+from tbbn.paper.measured import Measured, Paired, beside_paper, gain_in_paper, gains, gains_by_task, measured
 
 ROOT = Path(__file__).parents[2]
 RUNS = {
@@ -62,3 +62,25 @@ def test_the_pages_made_from_the_records_are_current() -> None:
     spec.loader.exec_module(tool)
     for path, make in ((tool.DATA, tool.data), (tool.PAGE, tool.page), (tool.README, tool.readme)):
         assert path.read_text() == make(), f"{path.name} is not current: run make results"
+
+
+def test_the_gain_in_the_paper_is_of_the_metric_asked_for() -> None:
+    assert gain_in_paper("F") == pytest.approx(beside_paper_of("F"))
+
+
+def beside_paper_of(name: str) -> float:
+    table = beside_paper(TWO_SEEDS)
+    return float(table.rows[2][table.header.index(f"{name} ours") + 1])
+
+
+def test_the_interval_is_that_of_students_t() -> None:
+    backwards = replace(TWO_SEEDS, runs=dict(reversed(RUNS.items())))
+    assert backwards.seeds("ft") == [0, 1]
+    low, high = TWO_SEEDS.metric(
+        "ft", "A_f"
+    ).interval  # the error is 5, and t of one degree of freedom is tan(0.475 pi)
+    assert (low, high) == (
+        pytest.approx(15 - 5 * tan(0.475 * pi), abs=0.01),
+        pytest.approx(15 + 5 * tan(0.475 * pi), abs=0.01),
+    )
+    assert isnan(Paired([1.0], [2.0]).error)

@@ -79,3 +79,24 @@ def test_the_four_procedures_of_two_runs(tmp_path: Path) -> None:
     table = oracle.accuracy_table([found], oracle.title(folders[0]))
     assert [row[0] for row in table.rows] == list(oracle.PROCEDURES)
     assert oracle.figure([found], tmp_path / "oracle.png", "title").stat().st_size > 1000
+
+
+def test_pairs_are_finished_runs_of_the_same_seed_the_first_of_each(tmp_path: Path) -> None:
+    def made(name: str, status: str = "finished", **settings: Any) -> Path:
+        save_record(replace(finished(**settings), status=status), tmp_path / name)
+        return tmp_path / name
+
+    cut, ft, again = (
+        made("cut", "interrupted", method="ft"),
+        made("ft", method="ft"),
+        made("again", method="ft", threads=2),
+    )
+    other, joint = made("other", method="ft", seed=3), made("joint", method="joint", device="cuda")
+    joint3 = made("joint3", method="joint", seed=3)
+    assert list(oracle.pairs([joint3, other, cut, ft, again, joint]).items()) == [
+        (0, (ft, joint)),
+        (3, (other, joint3)),
+    ]
+    shuffled = made("shuffled", method="joint", data__class_order_seed=5)
+    with pytest.raises(UserError, match="with the same settings and seed"):
+        oracle.pairs([ft, shuffled])

@@ -143,3 +143,65 @@ def test_a_table_is_found_by_name_and_data() -> None:
     with pytest.raises(UserError, match="table4: the paper has it for dissimilar, not for 'cifar100'"):
         find_tables("table4", "cifar100")
     assert replace(TABLE1, name="x").recipe == "x-cifar100"
+
+
+def test_rows_of_ours_alone_are_no_table() -> None:
+    assert beside([run_of("weighted", 0, 0.3), run_of("weighted", 0, 0.3, **{"train.lr": 0.01})]) == []
+
+
+def test_impossible_numbers_of_rows_without_a_run_are_named() -> None:
+    assert [n[:9] for n in compare(find_tables("table2", "cifar100")[0], []).notes if "cannot be" in n][
+        1
+    ] == "eeil + tb"
+
+
+def test_departures_are_sorted() -> None:
+    given = {"train.lr": 0.01, "precision": "bf16", "memory.budget": 500, "data.stop_after": 2, "autotune": True}
+    assert compare(TABLE1, [run_of("bn", 0, 0.3, **given)]).notes[-1] == (
+        "Not as in the recipe: autotune = True; data.stop_after = 2; memory.budget = 500; precision = bf16; train.lr = 0.01."
+    )
+
+
+def test_an_unfinished_run_alone_is_no_row() -> None:
+    unfinished = run_of("bn", 0, 0.3)
+    unfinished.status = "interrupted"
+    assert "No finished run of this table was found." in compare(TABLE1, [unfinished]).notes
+
+
+def test_the_papers_rows_come_first() -> None:
+    table = find_tables("ablation")[0]
+    assert [row[0] for row in compare(table, []).rows][:2] == ["ft + tbbn", "ft + tbbn(case=1)"]
+
+
+def test_two_standard_errors_are_not_two_deviations() -> None:
+    values = (0.36, 0.37, 0.38)  # 1.6 above the paper's: less than two deviations, more than two errors
+    assert cells([run_of("bn", seed, value) for seed, value in enumerate(values)], "ft + bn")[3] == "+1.6"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train.epochs": 2},
+        {"data.base_classes": 50},
+        {"protocol": "clean", "train.keep": "best"},
+        {"backbone": "small"},
+    ],
+)
+def test_another_experiment_is_no_row_of_the_table(settings: dict[str, Any]) -> None:
+    rows = compare(TABLE1, [run_of("in", 0, 0.3, **settings)]).rows
+    assert [row[1] for row in rows if row[0].startswith("ft + in")] == ["0"]
+
+
+def test_no_rows_are_no_rows() -> None:
+    assert compare(TABLE1, [run_of("bn", 0, 0.3)], rows=[]).rows == ()
+
+
+def test_a_plugin_makes_a_row_of_its_own() -> None:
+    rows = compare(TABLE1, [run_of("in", 0, 0.3), run_of("in", 1, 0.3, plugins=["json"])]).rows
+    assert [row[:2] for row in rows if "ft + in" in row[0]] == [("ft + in", "1"), ("ft + in [plugins=['json']]", "1")]
+
+
+def test_a_seed_that_was_asked_for_excludes_others() -> None:
+    runs = [run_of("in", 0, 0.3), run_of("in", 1, 0.3), run_of("in", 0, 0.3, **{"data.class_order_seed": 5})]
+    assert cells(runs, "ft + in")[0] == "3"
+    assert cells(runs, "ft + in", seed=1)[0] == "1" == cells(runs, "ft + in", **{"data.class_order_seed": 5})[0]

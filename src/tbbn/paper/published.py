@@ -35,6 +35,7 @@ _IDENTITY = (
     "protocol", "backbone", "method.", "norm.", "data.name", "data.tasks", "data.base_classes", "data.online",
     "train.epochs", "train.keep",
 )  # fmt: skip
+_SEEDS = ("seed", "data.class_order_seed")
 _OURS = " (ours)"  # a row that the paper does not have
 Key = tuple[str, str]  # a row's method and norm
 
@@ -123,7 +124,7 @@ def compare(
     With three seeds or more, a difference within two standard errors of our mean is marked "=". Rows that the paper does not
     have are "ours". Only ``rows`` are shown, if given; without ``missing``, none that has no run.
     """
-    recipe = _recipe(table)
+    recipe, records = _recipe(table), _of_seeds(records, settings)
     found = members(table, records, settings, rows=rows)
     departures = {
         (key, i): _departures(recipe[key], group) for key, of_row in found.items() for i, group in enumerate(of_row)
@@ -171,21 +172,22 @@ def members(
     A run belongs to a row if it agrees with it in what makes the row, and in every one of ``settings``.
     """
     recipe = _recipe(table)
-    seeds = {name: value for name, value in (settings or {}).items() if name in ("seed", "data.class_order_seed")}
-    finished = groups([record for record in records if record.status == "finished" and _agrees(record, seeds)])
+    finished = groups([record for record in _of_seeds(records, settings) if record.status == "finished"])
     trees = [_tree(group.config) for group in finished]
     found: dict[Key, list[Group]] = {}
     for key in recipe if rows is None else rows:
         wanted = _tree(_config([*table.layers()[0], ("settings", settings or {})], *key))
-        asked = {n for n in wanted if n.startswith(_IDENTITY) or (n in (settings or {}) and n not in seeds)}
+        asked = {n for n in wanted if n.startswith(_IDENTITY) or (n in (settings or {}) and n not in _SEEDS)}
         own = [g for g, tree in zip(finished, trees, strict=True) if all(tree.get(n) == wanted[n] for n in asked)]
         found[key] = sorted(own, key=lambda group: len(_departures(recipe[key], group)))
     return found
 
 
-def _agrees(record: Record, settings: Values) -> bool:
-    tree = flatten(to_dict(record.run_config))
-    return all(tree[name] == value for name, value in settings.items())
+def _of_seeds(records: Sequence[Record], settings: Values | None) -> list[Record]:
+    """The records with the seeds that ``settings`` ask for; groups of runs do not know them."""
+    asked = {name: value for name, value in (settings or {}).items() if name in _SEEDS}
+    trees = [(record, flatten(to_dict(record.run_config))) for record in records]
+    return [record for record, tree in trees if all(tree[name] == value for name, value in asked.items())]
 
 
 def row_keys(table: PaperTable) -> list[Key]:

@@ -92,3 +92,20 @@ def test_a_page_and_all_its_files(report, tmp_path: Path) -> None:
     ]
     tables = ["cost", "drift", "environment", "errors", "gain", "results", "runs", "settings", "shares"]
     assert files(folder) == sorted([*figures, *(f"{name}.{suffix}" for name in tables for suffix in ("csv", "tex"))])
+
+
+def test_folders_keep_the_order_in_which_they_are_first_named(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs.parent)
+    assert main(["report", runs.name, str(runs / "ft-bn-0"), "--json"]) == 0
+    found = [entry["directory"] for entry in json.loads(capsys.readouterr().out)]
+    assert found == sorted(found) and found[0] == f"{runs.name}/ft-bn-0"
+
+
+def test_folders_are_shown_as_they_are_first_named(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs.parent)
+    assert main(["report", runs.name, str(runs), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["directory"] == f"{runs.name}/ft-bn-0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from commandline import Capture, mistake
 from tbbn.bench.cli import reproduce
 from tbbn.bench.cli.common import EXIT_DIVERGED, EXIT_FAILED
 from tbbn.bench.cli.main import main
+from tbbn.paper.published import find_tables
 
 TINY = (
     *("--data.name", "synthetic:4x12x4x8", "--data.tasks", "2", "--data.validation", "0", "--memory.budget", "8"),
@@ -88,3 +90,92 @@ def test_mistakes_are_one_line(capsys: Capture) -> None:
     assert "--scale must be above 0" in mistake(capsys, "reproduce", "table1", "--scale", "2")
     assert "unknown norm of table2 'gn'" in mistake(capsys, "reproduce", "table2", "--norm", "gn")
     assert "no run here" in mistake(capsys, "reproduce", "table2", "--from", "/nonexistent")
+
+
+def test_the_steps_of_all_methods_are_announced(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tbbn.paper.effort.step_seconds", lambda *given: 1.0)
+    words = [word for word in TINY if word != "--quiet"]
+    assert main(("reproduce", "fig-oracle", *words, "--norm", "bn", "--train.epochs", "1", "--dry-run")) == 0
+    # Fine-tuning: 24 images in 3 steps, then in 4 beside the memory. Joint training: 3 steps, then 48 images in 6.
+    assert "4 to do, 32 steps in all, about 32.0 s one after another" in capsys.readouterr().err
+
+
+def test_a_folder_is_named_by_network_kept_epoch_and_scale() -> None:
+    table = find_tables("table3")[0]
+    assert (
+        reproduce._folder_name(table, Namespace(keep="best", scale=0.5))
+        == "table3-imagenet100-resnet34-keep-best-scale-0.5"
+    )
+
+
+def test_a_method_that_the_table_has_not_is_named(capsys: Capture) -> None:
+    assert "unknown method of table2 'x'" in mistake(capsys, "reproduce", "table2", "--method", "x")
+
+
+def test_the_oracle_experiment_is_run_and_drawn_again_from_its_runs(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("reproduce", "fig-oracle", *TINY, "--norm", "bn", "--train.epochs", "1")
+    assert main((*words, "--seeds", "7,")) == 0
+    said = capsys.readouterr().out
+    assert "Oracle experiment: bn, synthetic:4x12x4x8, small, 2 tasks" in said and "seeds: 1." in said
+    assert main(("reproduce", "table1", *TINY, "--norm", "tbbn", "--seeds", "7,", "--train.epochs", "1")) == 0
+    capsys.readouterr()
+    assert (
+        main(
+            (
+                "reproduce",
+                "fig-oracle",
+                "--keep",
+                "last",
+                "--quiet",
+                "--from",
+                "runs/table1-cifar100-keep-last",
+                "runs/oracle-cifar100-keep-last",
+            )
+        )
+        == 0
+    )
+    assert capsys.readouterr().out == said
+    assert "needs a finished run of ft" in mistake(
+        capsys, "reproduce", "fig-oracle", "--keep", "last", "--from", "runs", "--seeds", "8,"
+    )
+
+
+def test_runs_that_are_there_are_shown_with_any_seed_and_drawn_by_row(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = [*TINY[: TINY.index("--norm")], "--train.epochs", "1", "--quiet", "--lanes", "1"]
+    assert main(("reproduce", "table1", *settings, "--norm", "bn,tbbn", "--seeds", "7,")) == 0
+    capsys.readouterr()
+    shown = ("reproduce", "table1", *settings, "--from", "runs")
+    assert main(shown) == 0
+    rows = [line.split()[2:4] for line in capsys.readouterr().out.splitlines() if line.startswith("ft + ")]
+    assert len(rows) > 8 and ["bn", "1"] in rows and ["tbbn", "1"] in rows, "seeds that the recipe does not have, too"
+    assert main((*shown, "--format", "csv")) == 0
+    assert not capsys.readouterr().out.endswith("\n\n")
+    drawn = []
+    monkeypatch.setattr("tbbn.bench.report.plots.figure", lambda records, *rest: drawn.extend(records))
+    monkeypatch.setattr("tbbn.bench.report.figures.save_figure", lambda _, path: path)
+    assert main(("reproduce", "fig-errors", *shown[2:], "--norm", "tbbn")) == 0
+    assert capsys.readouterr().out == "runs/table1-cifar100-keep-last/fig-errors.png\n"
+    assert [record.run_config.norm.name for record in drawn] == ["tbbn"]
+
+
+def test_a_method_alone_chooses_its_rows(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(("reproduce", "table1", *TINY, "--norm", "bn", "--seeds", "1", "--train.epochs", "1")) == 0
+    capsys.readouterr()
+    assert main(("reproduce", "table2", "--method", "lucir", "--from", "runs")) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {words[0] for words in lines if words[1:2] == ["+"]} == {"method", "lucir"}
+    assert main(("reproduce", "online", "--method", "ft", "--from", "runs")) == 0
+    assert "ft + cn(groups=8)" in capsys.readouterr().out, "a row that the paper has and the recipe has not"
+    assert main(("reproduce", "table3", "--format", "csv", "--from", "runs")) == 0
+    first = [row[0] for row in csv.reader(io.StringIO(capsys.readouterr().out))]
+    assert len(set(first) - {"table"}) == 4 == first.count("table"), "each row names its network"

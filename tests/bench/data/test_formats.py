@@ -107,6 +107,11 @@ def test_cifar100_is_read_as_python_2_pickled_it(tmp_path: Path) -> None:
         ([b"b.png", b"y.png", b"a.png", b"x.png"], [2, 0, 3, 1]),
         (None, [0, 2, 1, 3]),  # without names as they come
         (["only one"], [0, 2, 1, 3]),
+        (5, [0, 2, 1, 3]),
+        (["9" * 5000, "b", "8" * 5000, "a"], [2, 0, 3, 1]),
+        ([b"10.png", b"7.png", b"9.png", b"8.png"], [2, 0, 1, 3]),
+        (["10", "7", "9", "8"], [2, 0, 1, 3]),
+        (["a.z.png", "b.z.png", "a.y.png", "b.y.png"], [2, 0, 3, 1]),
     ],
 )
 def test_the_rows_of_cifar_do_not_depend_on_how_its_files_are_ordered(tmp_path: Path, names: Any, order: Any) -> None:

@@ -95,3 +95,17 @@ def test_environments_are_counted() -> None:
         ("plugins", "-", "2"),
         ("plugins", "plugin mine 1.0: norm x", "1"),
     )
+
+
+def test_steps_are_those_of_a_finished_run() -> None:
+    cut = timed(5, 3)
+    cut.status = "interrupted"
+    cut.config["train"]["epochs"] = 2
+    (row,) = cost_table(groups([cut, timed(90, 4, norm__name="tbbn")])).rows
+    assert row[4] == "22500.00"
+
+
+def test_a_finished_run_without_a_task_costs_nothing() -> None:
+    empty = timed(5, 4)
+    empty.accuracy, empty.splits, empty.exemplars = [], [], []
+    assert cost_table(groups([empty])).rows == ()

@@ -361,3 +361,16 @@ def test_protocol_and_kept_epoch_are_in_every_label_where_they_differ() -> None:
 
 def test_tex_is_understood() -> None:
     assert TABLE.render("tex") == TABLE.render("latex")
+
+
+def test_only_finished_repeats_can_contradict() -> None:
+    assert "other results" not in summary_table([record(A, "interrupted"), record(B, "interrupted")]).notes[-1]
+    assert summary_table([record(A, data__class_order_seed=5)] * 2).notes[-1].endswith("are not counted again.")
+
+
+def test_seeds_are_compared_within_a_block_and_among_finished_runs() -> None:
+    both = [record(A), record(B, norm__name="tbbn")]
+    other = [record(A, seed=1, method__name="er"), record(B, seed=1, method__name="er", norm__name="tbbn")]
+    table = blocks_table([*both, *other, record(A[:1], "interrupted", seed=7, data__tasks=2)], ("final_accuracy",))
+    assert {(0, 3), (2, 3)} == table.bold and table.caption.endswith("is bold.")
+    assert blocks_table([record(A), record(B, norm__name="tbbn", seed=1)], ("final_accuracy",)).bold == set()

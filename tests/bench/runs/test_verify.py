@@ -260,3 +260,10 @@ def test_the_command_says_ok_or_failed(done: Path, capsys: pytest.CaptureFixture
     (done / "config.toml").write_text("seed = 'x'")
     assert main(["verify", str(done)]) == 1
     assert ": FAILED (" in capsys.readouterr().out
+
+
+def test_missing_data_hides_no_problem(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (done / "config.toml").write_text("seed = 'x'")
+    with mock.patch("tbbn.bench.runs.verify.load_source", side_effect=UserError("digits: no data.")):
+        assert main(["verify", str(done)]) == 1
+    assert ": FAILED (1 of " in capsys.readouterr().out
