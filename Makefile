@@ -62,7 +62,8 @@ test-dist: $(READY) dist
 	$(BIN)/pytest -m slow tests/test_dist.py
 
 # The default tests with the oldest version of every package that pyproject.toml allows, on the oldest Python.
-OLDEST_PYTHON ?= $(or $(shell command -v python3.10),$(firstword $(wildcard $(HOME)/.pyenv/versions/3.10.*/bin/python)),$(PYTHON))
+# pyenv's own first: its shim on the PATH is there even where that version is not active.
+OLDEST_PYTHON ?= $(or $(firstword $(wildcard $(HOME)/.pyenv/versions/3.10.*/bin/python)),$(shell command -v python3.10),$(PYTHON))
 test-oldest:
 	test -x .venv-oldest/bin/python || $(OLDEST_PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python tools/oldest.py > .venv-oldest/constraints.txt
