@@ -15,7 +15,7 @@ from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.runs.recipe import parse_choice
 from tbbn.errors import UserError
 from tbbn.paper import recipes
-from tbbn.paper.published import METRICS, beside, compare, find_tables, paper_tables
+from tbbn.paper.published import METRICS, beside, compare, find_tables, members, paper_tables
 
 PAPER = Path(__file__).parents[3] / "shared" / "paper" / "paper.tex"
 TABLE1 = find_tables("table1", "cifar100")[0]
@@ -204,4 +204,5 @@ def test_a_plugin_makes_a_row_of_its_own() -> None:
 def test_a_seed_that_was_asked_for_excludes_others() -> None:
     runs = [run_of("in", 0, 0.3), run_of("in", 1, 0.3), run_of("in", 0, 0.3, **{"data.class_order_seed": 5})]
     assert cells(runs, "ft + in")[0] == "3"
+    assert [list(group.runs) for group in members(TABLE1, runs, {"seed": 1})["ft", "in"]] == [[(1, -1)]]
     assert cells(runs, "ft + in", seed=1)[0] == "1" == cells(runs, "ft + in", **{"data.class_order_seed": 5})[0]

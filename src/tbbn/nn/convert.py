@@ -225,7 +225,8 @@ def _make_lazy(cls: type[nn.Module], old: AnyLazyNorm, options: dict[str, Any]) 
     changed = any(name in options and options[name] != getattr(old, name) for name in settings)
     if changed or (cls not in _PLAIN and not issubclass(cls, layers.PlannedNorm)):
         raise UserError(
-            f"convert: {type(old).__name__} does not know its channels yet; run one batch through the model first."
+            f"convert: {type(old).__name__} does not know its channels yet, so it takes neither this norm nor other settings; "
+            "run one batch through the model first."
         )
     lazy = type(f"Lazy{cls.__name__}", (AnyLazyNorm, cls), {"cls_to_become": cls, "__module__": cls.__module__})
     new = lazy(old.eps, old.momentum, old.affine, old.track_running_stats)

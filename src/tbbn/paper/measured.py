@@ -25,17 +25,8 @@ METRICS: dict[str, Callable[[Matrix], float]] = {
 }
 
 
-_T95 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-)  # quantiles of Student's t for 1 to 9 degrees of freedom
+# Quantiles of Student's t for 95 % and 1 to 9 degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)

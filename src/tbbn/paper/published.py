@@ -30,7 +30,7 @@ METRICS = {
     "A_a^w": "weighted_average_accuracy",
     "A_f task-IL": "task_il_final_accuracy",
 }
-# Settings that make a run one of a table's row. Where runs differ in others, each setting has a row of its own.
+# Settings that make a run one of a table's row. Runs that differ in others have rows of their own.
 _IDENTITY = (
     "protocol", "backbone", "method.", "norm.", "data.name", "data.tasks", "data.base_classes", "data.online",
     "train.epochs", "train.keep",
