@@ -314,7 +314,7 @@ def test_lazy_batch_norm_goes_there_and_back_untouched(dims):
     tbbn.revert(tbbn.convert(model))
     model(torch.randn(12, 3, *[2] * dims))
     assert type(model[0]) is plain
-    with pytest.raises(UserError, match="LazyBatchNorm2d does not know its channels yet, so it takes neither .* run one batch"):
+    with pytest.raises(UserError, match=r"LazyBatchNorm2d does not know its channels yet, .* run one batch"):
         tbbn.convert(nn.LazyBatchNorm2d(), "gn")
 
 
