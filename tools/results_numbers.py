@@ -303,7 +303,7 @@ def _slots(runs: list[dict[str, Any]]) -> Slots:
     """The counts of these runs together."""
     total = Slots()
     for run in runs:
-        for kind, counts in ((kind, counts) for kind, counts in run.items() if kind != "run"):
+        for kind, counts in ((kind, counts) for kind, counts in run.items() if kind != "directory"):
             seen = getattr(total, kind)
             for key, count in counts.items():
                 setattr(seen, key, getattr(seen, key) + count)
@@ -312,7 +312,7 @@ def _slots(runs: list[dict[str, Any]]) -> Slots:
 
 def _norm_of(run: dict[str, Any]) -> str:
     """Of an entry in the files of `tbbn slots` and `tbbn drift`, whose folders are METHOD-NORM-SEED."""
-    return str(run["run"]).split("-")[1]
+    return str(run["directory"]).split("-")[1]
 
 
 def drift() -> Table:

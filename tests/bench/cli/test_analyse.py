@@ -37,7 +37,7 @@ def test_slots_of_a_run(runs: Path, capsys: Capture) -> None:
     assert "new, in memory slots" in capsys.readouterr().out
     assert main(("slots", folder, "--json")) == 0
     (entry,) = json.loads(capsys.readouterr().out)
-    assert entry["run"] == "ft-bn-0" and entry["new_in_current"]["images"] > 0
+    assert entry["directory"] == str(runs / "ft-bn-0") and entry["new_in_current"]["images"] > 0
     assert "no exemplars of past tasks" in mistake(capsys, "slots", folder, "--task", "1")
     assert "--batches must be at least 1" in mistake(capsys, "slots", folder, "--batches", "0")
 

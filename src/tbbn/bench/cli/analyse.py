@@ -112,7 +112,7 @@ def _slots(args: argparse.Namespace) -> int:
     task = None if args.task is None else args.task - 1
     found = [slots(run_after(folder, task), args.batches) for folder in folders]
     if args.json:
-        print(json.dumps([{"run": f.name, **asdict(s)} for f, s in zip(folders, found, strict=True)], indent=1))
+        print(json.dumps([{"directory": str(f), **asdict(s)} for f, s in zip(folders, found, strict=True)], indent=1))
     else:
         print(slots_table([folder.name for folder in folders], found).render(args.format))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,8 @@ def _verify(args: argparse.Namespace) -> int:
     if args.retrain_task is not None:
         for folder, findings in found.items():
             if not any(finding.problem for finding in findings):  # a damaged record has nothing to compare with
-                findings += _retrain(folder, args.retrain_task - 1, args.from_start)
+                retrained = _retrain(folder, args.retrain_task - 1, args.from_start)
+                found[folder] = [*_without_losses(findings, args), *retrained]
     if args.json:
         entries = [{"directory": str(f), "findings": [asdict(x) for x in findings]} for f, findings in found.items()]
         print(json.dumps(entries, indent=1))
@@ -70,6 +71,16 @@ def _subjects(findings: list[Finding]) -> list[str]:
         subject, task, number = finding.subject.partition(" task ")
         tasks.setdefault(subject + task, []).append(number)
     return [subject + ", ".join(numbers) if numbers[0] else subject for subject, numbers in tasks.items()]
+
+
+def _without_losses(findings: list[Finding], args: argparse.Namespace) -> list[Finding]:
+    """The findings, of which the one on losses is about the tasks that are not retrained."""
+    from tbbn.bench.runs.verify import LOSSES
+
+    n_tasks = sum(finding.subject.startswith("accuracy after task") for finding in findings)
+    if n_tasks == (args.retrain_task if args.from_start else 1):
+        return [finding for finding in findings if finding.subject != LOSSES]
+    return [replace(f, subject=f"{LOSSES} of other tasks") if f.subject == LOSSES else f for f in findings]
 
 
 def _retrain(folder: Path, task: int, from_start: bool) -> list[Finding]:

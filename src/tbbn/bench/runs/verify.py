@@ -25,8 +25,9 @@ from tbbn.bench.runs.record import CONFIG, LARGEST, PREDICTIONS, RECORD, load_pr
 from tbbn.errors import UserError
 
 # What only training again, or nothing at all, can tell.
+LOSSES = "losses in the history"
 NOT_CHECKED = (
-    Finding("losses in the history", not_checked="--retrain-task N trains task N again and compares"),
+    Finding(LOSSES, not_checked="--retrain-task N trains task N again and compares"),
     Finding("environment, seconds and message", not_checked="nothing tells what they were"),
 )
 
