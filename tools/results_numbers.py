@@ -51,6 +51,7 @@ def last_kept(record: Any) -> int:
     return int(epochs[0]) + 1
 
 
+@cache
 def first_drop() -> int:
     """The epoch after which the learning rate of these runs first drops."""
     ((epochs, milestones),) = {(r.run_config.train.epochs, r.run_config.train.milestones) for r in best_kept()}
@@ -60,6 +61,7 @@ def first_drop() -> int:
 # Table 1.
 
 
+@cache
 def of_norm(norm: str) -> dict[int, Any]:
     """The records of a norm of Table 1, by seed."""
     return {r.run_config.seed: r for r in records_in(TABLE1) if r.run_config.names[1] == norm}
@@ -83,6 +85,7 @@ def first_made(seeds: list[int]) -> measured.Paired:
     return measured.Paired(*([finals[norm, seed] for seed in seeds] for norm in ("bn", "tbbn")))
 
 
+@cache
 def repeated() -> dict[tuple[str, int], Any]:
     """The records of runs of "best" that were repeated, by norm and seed."""
     records = {(r.run_config.names[1], r.run_config.seed): r for r in records_in(TABLE1)}
@@ -151,6 +154,7 @@ def ranking(pair: measured.Measured) -> str:
 # Table 2.
 
 
+@cache
 def of_method(method: str, norm: str) -> dict[int, Any]:
     """The finished runs of a row of Table 2, by seed."""
     found = (r for r in records_in(EXPERIMENTS["table2"][1]) if r.status == "finished")
@@ -219,6 +223,7 @@ def missing() -> str:
 # The epoch that is kept.
 
 
+@cache
 def best_kept() -> list[Any]:
     """The records of runs that kept the best epoch."""
     folders = (TABLE1, EXPERIMENTS["table2"][1])

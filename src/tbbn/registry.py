@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
@@ -55,7 +56,7 @@ class Entry(Generic[T]):
     origin: Origin
     given: Mapping[str, Option] | None = None  # its options, where they are not to be read off it
 
-    @property
+    @cached_property  # every config asks for it
     def options(self) -> Mapping[str, Option]:
         return options_of(self.value) if self.given is None else self.given
 
