@@ -33,7 +33,7 @@ METRICS = {
 # Settings that make a run one of a table's row. Runs that differ in others have rows of their own.
 _IDENTITY = (
     "protocol", "backbone", "method.", "norm.", "data.name", "data.tasks", "data.base_classes", "data.online",
-    "train.epochs", "train.keep",
+    "train.epochs", "train.scale", "train.keep",
 )  # fmt: skip
 _SEEDS = ("seed", "data.class_order_seed")
 _OURS = " (ours)"  # a row that the paper does not have

@@ -11,6 +11,7 @@ from tinyrun import finish, tiny
 from torch.nn import functional as F
 
 from tbbn.bench.analysis.epochs import EpochScore, kept_by, kept_table, rules_table, score_epochs
+from tbbn.bench.config import to_dict
 from tbbn.bench.engine.events import EpochEnded, Event
 from tbbn.bench.engine.loop import Run
 from tbbn.errors import UserError
@@ -78,6 +79,8 @@ def test_kept_epochs_are_read_from_the_history() -> None:
     table = kept_table({"whole": record, "shorter": shorter})
     assert table.header == ("run", "task 1", "task 2", "of")
     assert table.rows == (("whole", "2", "1", "3"), ("shorter", "2", "-", "3"))
+    scaled = replace(record, config=to_dict(tiny(**SETTINGS, train__scale=0.34)))
+    assert kept_table({"scaled": scaled}).rows[0][-1] == "1", "of one epoch of three"
 
 
 def test_what_has_no_score_is_refused() -> None:

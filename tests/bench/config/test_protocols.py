@@ -56,6 +56,7 @@ EVERYWHERE = {
     "train.first.gamma": 0.0,
     "train.nesterov": False,
     "train.gamma": 0.1,
+    "train.scale": 1.0,
     "train.clip_norm": 0.0,
     "save.tasks": "small",
 }

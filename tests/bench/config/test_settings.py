@@ -85,6 +85,7 @@ LIMITS: dict[str, tuple[float | None, float | None]] = {
     "train.weight_decay": (0.0, FLOAT32),
     "train.gamma": (None, FLOAT32),
     "train.warmup": (0, 2**20),
+    "train.scale": (None, 1.0),
     "train.first.epochs": (0, 2**20),
     "train.first.lr": (0.0, FLOAT32),
     "train.first.weight_decay": (-1.0, FLOAT32),
@@ -102,7 +103,7 @@ def test_the_limits_of_every_number() -> None:
         assert least is None or (setting.problem(least) == "" and setting.problem(least - step)), name
         assert most is None or (setting.problem(most) == "" and setting.problem(most * 1.01 + step)), name
         assert setting.kind is int or setting.problem(float("inf")), name
-    for name, limit in (("train.lr", 0.0), ("train.gamma", 0.0), ("data.validation", 1.0)):
+    for name, limit in (("train.lr", 0.0), ("train.gamma", 0.0), ("train.scale", 0.0), ("data.validation", 1.0)):
         assert cfg.SETTINGS[name].problem(limit) and not cfg.SETTINGS[name].problem(abs(limit - 1e-3)), name
     assert cfg.SETTINGS["train.milestones"].problem((0.0, 1.0)) == ""
     assert cfg.SETTINGS["train.milestones"].problem((-0.1,)) and cfg.SETTINGS["train.milestones"].problem((1.1,))
@@ -151,6 +152,7 @@ DEFAULTS: dict[str, Any] = {
     "train.milestones": (0.5, 0.75),
     "train.gamma": 0.1,
     "train.keep": "last",
+    "train.scale": 1.0,
     "save.tasks": "small",
 }
 
@@ -201,6 +203,7 @@ ACCEPTED = {
     "train.clip_norm": "0 to 3.4e+38",
     "train.clip_value": "0 to 3.4e+38",
     "train.keep": "last or best",
+    "train.scale": "positive and at most 1",
     "train.first.epochs": "0 to 1048576",
     "train.first.lr": "0 to 3.4e+38",
     "train.first.weight_decay": "-1 to 3.4e+38",

@@ -49,6 +49,10 @@ def test_a_base_task_and_its_increments() -> None:
     assert [e.splits for e in entries] == [1, 2, 4, 8, 8, 8]
 
 
+def test_a_scaled_run_is_forecast() -> None:
+    assert {e.epochs for e in forecast(paper(train__scale=0.1)).tasks} == {16}
+
+
 def test_the_first_task_may_have_its_own_epochs() -> None:
     entries = forecast(paper(train__first={"epochs": 200})).tasks
     assert [e.epochs for e in entries] == [200] + [160] * 9

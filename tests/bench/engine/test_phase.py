@@ -40,6 +40,29 @@ def test_a_phase_has_its_own_settings_and_else_the_runs() -> None:
     assert PhaseSettings.of(config, Phase(), 0).momentum == 0.3
 
 
+def test_a_scaled_run_trains_a_fraction_of_every_phase() -> None:
+    method = {"name": "eeil", "balanced_epochs": 8}
+    config = tiny(method=method, train__epochs=12, train__scale=0.25, train__lr=1.0, train__milestones=[0.5])
+    history = finish(config).record.history
+    found = [(entry["task"], entry["phase"]) for entry in history]
+    tasks = range(found[-1][0] + 1)
+    wanted = [(task, phase) for task in tasks for phase in ["train"] * 3 + ["balanced"] * (2 if task else 0)]
+    assert found == wanted and len(tasks) > 1
+    assert [entry["lr"] for entry in history[:3]] == pytest.approx([1.0, 1.0, 0.1]), "milestones follow"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "scale", "warmup", "trained"), [(160, 0.1, 0, (16, 0)), (10, 0.01, 9, (1, 0)), (5, 0.5, 4, (2, 1))]
+)
+def test_an_epoch_is_left_of_a_scaled_phase_and_the_warm_up_is_shorter(
+    epochs: int, scale: float, warmup: int, trained: tuple[int, int]
+) -> None:
+    config = check(tiny(train__epochs=epochs, train__scale=scale, train__warmup=warmup, train__schedule="cosine"))
+    settings = PhaseSettings.of(config, Phase(), 0)
+    assert (settings.epochs, settings.warmup) == trained
+    assert all(settings.lr_at(epoch) > 0 for epoch in range(settings.epochs))
+
+
 def test_the_best_epoch_is_kept_and_not_the_last() -> None:
     # From the third epoch on the steps are far too large: the best epoch is one of the first two.
     settings = {"train__epochs": 5, "train__milestones": [0.4], "train__gamma": 60.0, "data__stop_after": 1}

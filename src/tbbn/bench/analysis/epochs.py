@@ -138,7 +138,8 @@ def kept_table(records: Mapping[str, Record]) -> Table:
         first: dict[int, int] = {}
         for (task, _), epoch in record.kept_epochs().items():
             first.setdefault(task, epoch + 1)
-        rows.append((name, *map(str, first.values()), str(record.run_config.train.epochs)))
+        train = record.run_config.train
+        rows.append((name, *map(str, first.values()), str(train.scaled(train.epochs))))
     tasks = max((len(row) for row in rows), default=2) - 2
     padded = [(*row[:-1], *("-",) * (tasks + 2 - len(row)), row[-1]) for row in rows]
     notes = ("The epoch that was kept in the first phase of each task, and how many there were.",)

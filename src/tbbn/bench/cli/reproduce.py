@@ -99,13 +99,11 @@ def _reproduce(args: argparse.Namespace) -> int:
 
 def _settings(table: PaperTable, args: argparse.Namespace) -> dict[str, Any]:
     """What the command line says about settings of the recipe."""
-    from tbbn.bench.config import resolve
-
     given: dict[str, Any] = dict(args.settings)
     if args.keep:
         given["train.keep"] = args.keep
     if args.scale != 1:
-        given["train.epochs"] = max(1, round(args.scale * resolve(*table.layers()[0], ("", given)).train.epochs))
+        given["train.scale"] = args.scale
     return given
 
 

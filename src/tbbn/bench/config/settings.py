@@ -191,7 +191,12 @@ class TrainConfig:
         "epoch whose weights are kept; best is by the validation loss of the current task (joint: of all tasks so far)",
         choices=("last", "best"),
     )
+    scale: float = setting(1.0, "fraction of the epochs to train, in every phase of a method", above=0, most=1)
     first: FirstTaskConfig = field(default_factory=FirstTaskConfig)
+
+    def scaled(self, epochs: int) -> int:
+        """How many epochs are trained of a phase that has this many."""
+        return max(1, round(self.scale * epochs))
 
     def of_task(self, number: int) -> "TrainConfig":
         """The settings of a task (0-based): in the first one, those of ``first`` that are set replace the others."""

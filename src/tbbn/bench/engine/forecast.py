@@ -66,6 +66,7 @@ def forecast(config: RunConfig) -> Forecast:
             online=config.data.online and not method.all_data,
         )
         batch = full_batch(config, method, task.number)
+        train = config.train.of_task(task.number)
         entries.append(
             TaskForecast(
                 task=task.number,
@@ -76,7 +77,7 @@ def forecast(config: RunConfig) -> Forecast:
                 memory=batch.memory,
                 splits=batch.splits,
                 steps=steps,
-                epochs=config.train.of_task(task.number).epochs,
+                epochs=train.scaled(train.epochs),
             )
         )
         if method.uses_memory and store.budget:

@@ -39,8 +39,9 @@ class PhaseSettings:
             own = getattr(phase, name)
             return getattr(train, name) if own is None else own
 
+        epochs = train.scaled(pick("epochs"))
         return cls(
-            epochs=pick("epochs"),
+            epochs=epochs,
             lr=pick("lr") * phase.lr_factor,
             momentum=pick("momentum"),
             weight_decay=pick("weight_decay"),
@@ -48,7 +49,7 @@ class PhaseSettings:
             optimizer=train.optimizer,
             betas=train.betas,
             schedule=pick("schedule"),
-            warmup=0 if phase.epochs is not None else train.warmup,
+            warmup=0 if phase.epochs is not None else min(int(train.scale * train.warmup), epochs - 1),
             milestones=train.milestones,
             gamma=train.gamma,
             keep=pick("keep"),

@@ -9,7 +9,7 @@ from tbbn.bench.config import NormChoice, RunConfig, SaveConfig, flatten, to_dic
 from tbbn.bench.engine.record import Record
 
 # Of the settings that distinguish two groups, a label shows these first: they say most.
-_TELLING = ("data.name", "protocol", "train.keep", "train.epochs", "backbone", "train.optimizer")
+_TELLING = ("data.name", "protocol", "train.keep", "train.epochs", "train.scale", "backbone", "train.optimizer")
 # Settings that say where a run was made and what it left, not what it did.
 WHERE = ("device", "threads", "data.root", "data.download", "data.stream", "save.tasks")
 Seed = tuple[int, int]  # the run's, and that of the class order
