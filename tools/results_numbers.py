@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from tbbn.bench.analysis.epochs import kept_table
-from tbbn.bench.analysis.slots import Slots, slots_table
+from tbbn.bench.analysis.slots import NAMES, Slots, slots_table
 from tbbn.bench.config import resolve
 from tbbn.bench.engine.record import new_record
 from tbbn.bench.metrics import ERROR_TYPES
-from tbbn.bench.report.pairs import difference
 from tbbn.bench.report.tables import Table
 from tbbn.bench.runs.record import load_record
 from tbbn.paper import measured
@@ -73,16 +70,23 @@ def first_runs() -> list[dict[str, Any]]:
     return runs
 
 
-def sessions() -> tuple[list[int], list[int]]:
-    """The seeds of "best" that were made before and in the last session."""
-    *first, last = (session["seeds"] for session in json.loads((ROOT / EXPERIMENTS["best"][1]).read_text())["sessions"])
-    return [seed for seeds in first for seed in seeds], last
-
-
-def first_made(seeds: list[int]) -> measured.Paired:
-    """A_f of these seeds of "best" as they were first made."""
+def sessions() -> dict[str, measured.Paired]:
+    """A_f of "best" as it was first made, by the seeds that were made together; "all" of them last."""
     finals = {(run["norm"], run["seed"]): 100 * measured.METRICS["A_f"](run["accuracy"]) for run in first_runs()}
-    return measured.Paired(*([finals[norm, seed] for seed in seeds] for norm in ("bn", "tbbn")))
+    made = [session["seeds"] for session in json.loads((ROOT / EXPERIMENTS["best"][1]).read_text())["sessions"]]
+    together = {listed(seeds): seeds for seeds in made} | {"all": [seed for seeds in made for seed in seeds]}
+    return {
+        name: measured.Paired(*([finals[norm, seed] for seed in seeds] for norm in ("bn", "tbbn")))
+        for name, seeds in together.items()
+    }
+
+
+def sessions_table() -> Table:
+    rows = [
+        (name, f"{min(pair.bn):.1f} to {max(pair.bn):.1f}", f"{min(pair.tbbn):.1f} to {max(pair.tbbn):.1f}", str(pair))
+        for name, pair in sessions().items()
+    ]
+    return Table(("seeds", "bn A_f", "tbbn A_f", "tbbn - bn"), tuple(rows), (measured.DIFFERENCE,))
 
 
 @cache
@@ -104,10 +108,8 @@ def repetition() -> Table:
     return Table(header, tuple(rows))
 
 
-def norms_beside_paper() -> Table:
-    """Table 1 without the two norms that have a table of their own."""
-    table = compare(find_tables("table1", "cifar100")[0], records_in(TABLE1))
-    return replace(table, rows=tuple(row for row in table.rows if row[0] not in ("ft + bn", "ft + tbbn")))
+def table1() -> Table:
+    return compare(find_tables("table1", "cifar100")[0], records_in(TABLE1) + _without_record())
 
 
 def _table1_runs(pair: measured.Measured) -> dict[str, dict[int, measured.Matrix]]:
@@ -145,10 +147,11 @@ def shared_table(pair: measured.Measured) -> Table:
     return Table(("norm", *measured.METRICS, "A_f - bn's"), tuple(rows), (f"Seeds {listed(shared_seeds(pair))}.",))
 
 
-def ranking(pair: measured.Measured) -> str:
-    """Every norm of Table 1 with its mean A_f over the seeds that all have, best first."""
-    found = sorted(_over_shared_seeds(pair).items(), key=lambda item: -fmean(item[1]["A_f"]))
-    return ", ".join(f"{norm} {fmean(values['A_f']):.1f}" for norm, values in found)
+def place(pair: measured.Measured, norm: str, metric: str) -> str:
+    """The place of a norm in Table 1, by its mean over the seeds that all have."""
+    found = _over_shared_seeds(pair)
+    better = sum(fmean(values[metric]) > fmean(found[norm][metric]) for values in found.values())
+    return f"{better + 1} of {len(found)}"
 
 
 # Table 2.
@@ -185,9 +188,20 @@ def lost_with_cn(method: str) -> list[float]:
     return [metrics(bn[seed])["A_f"] - metrics(cn[seed])["A_f"] for seed in bn if seed in cn]
 
 
-def gains_by_method(experiment: measured.Measured, metric: str) -> str:
-    """What TBBN gains with each method, and its standard error."""
-    return ", ".join(f"{m} {difference(experiment.metric(m, metric).gains)}" for m in experiment.methods)
+def clear_of_0(pairs: dict[str, measured.Paired]) -> str:
+    """The methods whose gain has an interval above 0."""
+    return _and([method for method, pair in pairs.items() if pair.interval[0] > 0]) or "none"
+
+
+def mean_of_methods(experiment: measured.Measured, metric: str) -> measured.Paired:
+    """The mean over all methods, on each seed."""
+    pairs = [experiment.metric(method, metric) for method in experiment.methods]
+    return measured.Paired(
+        *(
+            [fmean(values) for values in zip(*norms, strict=True)]
+            for norms in ([p.bn for p in pairs], [p.tbbn for p in pairs])
+        )
+    )
 
 
 def won(experiment: measured.Measured, metric: str) -> str:
@@ -196,15 +210,10 @@ def won(experiment: measured.Measured, metric: str) -> str:
     return f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
 
 
-def standing_out(found: dict[str, measured.Measured]) -> str:
-    """Methods whose gain exceeds two standard errors, were their seeds to vary as those of fine-tuning do."""
-    large = []
-    for metric in ("A_a", "A_f"):
-        spread = stdev(found["best"].metric("ft", metric).gains)
-        pairs = {method: found["table2"].metric(method, metric) for method in found["table2"].methods}
-        out = [f"`{m}`" for m, pair in pairs.items() if abs(pair.gain) > 2 * spread / sqrt(len(pair.gains))]
-        large.append(f"{_and(out) or 'none'} in {metric}")
-    return _and(large)
+def higher_with_tbbn(found: dict[str, measured.Measured], metric: str) -> str:
+    """In how many methods under the paper's protocol the mean is higher with TBBN, and where that is clear of 0."""
+    pairs = {m: e.metric(m, metric) for e in (found["best"], found["table2"]) for m in e.methods}
+    return f"{sum(pair.gain > 0 for pair in pairs.values())} of {len(pairs)} methods, clear of 0 in {clear_of_0(pairs)}"
 
 
 def missing() -> str:
@@ -231,13 +240,31 @@ def best_kept() -> list[Any]:
 
 
 def kept() -> Table:
-    return kept_table({f"{r.run_config.label}, seed {r.run_config.seed}": r for r in best_kept()})
+    """Of every row with histories: how often it kept an epoch from before the first drop, and what of the last task."""
+    rows = []
+    runs: dict[tuple[str, str], dict[int, Any]] = {}
+    for record in best_kept():
+        runs.setdefault(record.run_config.names, {})[record.run_config.seed] = record
+    for (method, norm), seeds in runs.items():
+        early = f"{100 * early_share(list(seeds.values())):.0f}"
+        rows.append((f"{method} + {norm}", listed(list(seeds)), early, each_kept(seeds), each_seed(seeds, "A_f")))
+    header = ("method + norm", "seeds", "early, % of tasks 2 to 10", "epoch kept in task 10", "A_f %")
+    notes = (
+        f"early: an epoch from before the learning rate first drops, after epoch {first_drop()}. The last columns: each seed.",
+        "tbbn epochs FOLDER prints the epoch of every task.",
+    )
+    return Table(header, tuple(rows), notes, align="llrll")
 
 
-def early_tasks(method: str, norm: str) -> int:
-    """The most tasks in which a run kept an epoch before the first drop of the learning rate."""
-    runs = [r for r in best_kept() if r.run_config.names == (method, norm)]
-    return max(sum(epoch + 1 <= first_drop() for epoch in r.kept_epochs().values()) for r in runs)
+def early_share(records: list[Any]) -> float:
+    """In how many of the tasks after the first these runs kept an epoch from before the first drop of the learning rate."""
+    early = []
+    for record in records:
+        first: dict[int, int] = {}  # of each task, the first phase
+        for (task, _), epoch in record.kept_epochs().items():
+            first.setdefault(task, epoch + 1)
+        early += [epoch <= first_drop() for task, epoch in first.items() if task]
+    return fmean(early)
 
 
 def by_kept_epoch(seed: int) -> dict[str, dict[str, float]]:
@@ -269,39 +296,29 @@ def late_gain(seed: int) -> float:
     return fmean(found["after"].values()) - fmean(found["before"].values())
 
 
-def changed_sides() -> tuple[Table, list[float]]:
-    """Norms that kept an early epoch with one seed and a late one with another, and what the late ones gain."""
-    rows, gains = [], []
-    for norm in sorted({r.run_config.names[1] for r in records_in(TABLE1)}):
-        runs = of_norm(norm)
-        late = {seed: last_kept(record) > first_drop() for seed, record in runs.items()}
-        if len(set(late.values())) > 1:
-            finals = {seed: metrics(record)["A_f"] for seed, record in runs.items()}
-            sides = [fmean(finals[seed] for seed in runs if late[seed] is side) for side in (True, False)]
-            gains.append(sides[0] - sides[1])
-            rows.append((norm, each_kept(runs), each_seed(runs, "A_f"), f"{gains[-1]:+.1f}"))
-    header = ("norm", "epoch kept in the last task, each seed", "A_f, each seed", "late - early")
-    return Table(header, tuple(rows)), gains
-
-
 # Fine-tuning with the last epoch kept.
 
 
 def slots_over_seeds() -> Table:
     """The slots of both norms, counted over all seeds, with the range over single seeds."""
     runs = json.loads((ROOT / SLOTS).read_text())
-    tables = {
-        norm: [slots_table([norm], [_slots([run])]) for run in runs if _norm_of(run) == norm] for norm in ("tbbn", "bn")
-    }
-    total = slots_table(list(tables), [_slots([run for run in runs if _norm_of(run) == norm]) for norm in tables])
+    of_norm = {norm: [run for run in runs if _norm_of(run) == norm] for norm in ("tbbn", "bn")}
+    total = slots_table(list(of_norm), [_slots(some) for some in of_norm.values()])
     rows = []
-    for number, row in enumerate(total.rows):
+    for kind, row in zip(NAMES, total.rows, strict=True):
         cells = [row[0]]
         for at, cell in enumerate(row[1:]):
-            seeds = [float(table.rows[number][1 + at % 2]) for table in list(tables.values())[at // 2]]
+            counts = [run[kind] for run in list(of_norm.values())[at // 2]]
+            seeds = [100 * count[("right", "past")[at % 2]] / count["images"] for count in counts]
             cells.append(f"{cell} ({min(seeds):.0f} to {max(seeds):.0f})")
         rows.append(tuple(cells))
     return replace(total, rows=tuple(rows))
+
+
+def slot_images() -> str:
+    """The least and the most images of a row of the table of slots, in one run."""
+    counts = {run[kind]["images"] for run in json.loads((ROOT / SLOTS).read_text()) for kind in NAMES}
+    return f"{min(counts)} to {max(counts)}"
 
 
 def _slots(runs: list[dict[str, Any]]) -> Slots:
@@ -329,8 +346,15 @@ def drift() -> Table:
         for view in ("train", "test"):
             seeds = [fmean(layer["mean"] for layer in run["layers"]) for run in found[view] if _norm_of(run) == norm]
             cells.append(f"{fmean(seeds):.3f} ({min(seeds):.3f} to {max(seeds):.3f})")
-        rows.append((norm, *cells))
-    return Table(("norm", "mean off, sd: images as in training", "as in the test"), tuple(rows))
+        rows.append((norm, *cells, f"{newest_in_statistics(norm):.2f}"))
+    header = ("norm", "mean off, sd: images as in training", "as in the test", "share of the newest task")
+    return Table(header, tuple(rows))
+
+
+def newest_in_statistics(norm: str) -> float:
+    """The share of the newest task in the running statistics, by their place between its mean and that of the others."""
+    runs = [run for run in json.loads((ROOT / DRIFT).read_text())["train"] if _norm_of(run) == norm]
+    return fmean(layer["newest"] for run in runs for layer in run["layers"])
 
 
 def errors_after_last_task() -> Table:
@@ -348,13 +372,12 @@ def errors_after_last_task() -> Table:
     )
 
 
-def gain_with_task_known(name: str) -> str:
-    """What TBBN gains in A_f where the task is known."""
-    found = {
-        (r.run_config.norm.name, r.run_config.seed): 100 * r.metrics["task_il_final_accuracy"]
-        for r in records_in(EXPERIMENTS[name][1])
-    }
-    return difference([found["tbbn", seed] - value for (norm, seed), value in found.items() if norm == "bn"])
+def said_new(norm: str) -> float:
+    """The share of test images, in percent, that runs with the last epoch kept take for one of the newest task's classes."""
+    records = [r for r in records_in(EXPERIMENTS["last"][1]) if r.run_config.norm.name == norm]
+    images, of_new = 10_000, 1_000  # test images of CIFAR-100, and of a task of ten classes
+    found = (of_new - record.errors[-1]["C->P"] + record.errors[-1]["P->C"] for record in records)
+    return 100 * fmean(found) / images
 
 
 # All of them.
@@ -385,11 +408,6 @@ def _without_record() -> list[Any]:
 
 def listed(seeds: list[int]) -> str:
     return f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 2 else " and ".join(map(str, seeds))
-
-
-def with_interval(pair: measured.Paired) -> str:
-    low, high = pair.interval
-    return f"{pair.gain:+.1f} ({pair.error:.1f}; {low:+.1f} to {high:+.1f})"
 
 
 def _and(words: list[str]) -> str:

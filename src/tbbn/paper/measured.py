@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from math import nan, sqrt
+from typing import TypeVar
 
+from tbbn.bench.config import resolve
 from tbbn.bench.metrics import average_accuracy, final_accuracy, forgetting, learning_accuracy
-from tbbn.bench.report.pairs import difference
 from tbbn.bench.report.table import Table
 from tbbn.bench.report.tables import percent
 from tbbn.paper.published import find_tables
 
 Matrix = list[list[float]]
+Key = tuple[str, str, int]  # method, norm and seed
+T = TypeVar("T")
 METRICS: dict[str, Callable[[Matrix], float]] = {
     "A_f": final_accuracy,
     "A_a": average_accuracy,
     "F": forgetting,
     "A_l": learning_accuracy,
 }
+TASK_KNOWN = "A_f, task known"  # task-IL: the task of each test image is given
 
+DIFFERENCE = "tbbn - bn: mean difference on the same seeds, in points, and its 95 % interval."
 
 # Quantiles of Student's t for 95 % and 1 to 9 degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -31,7 +36,11 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True)
 class Paired:
-    """A number of two norms on the same seeds, in percent, and what TBBN gains over batch norm."""
+    """A number of two norms on the same seeds, in percent, and what TBBN gains over batch norm.
+
+    >>> print(Paired([50.0, 50.0], [60.0, 70.0]), Paired([50.0], [60.0]))
+    +15.0 [-48.5, 78.5] +10.0
+    """
 
     bn: list[float]
     tbbn: list[float]
@@ -56,6 +65,13 @@ class Paired:
         reach = _T95[len(self.gains) - 2] * self.error
         return self.gain - reach, self.gain + reach
 
+    def __str__(self) -> str:
+        """The gain, and its interval if there are several seeds."""
+        if len(self.gains) == 1:
+            return signed(self.gain)
+        low, high = (round(bound, 1) + 0.0 for bound in self.interval)  # never -0.0
+        return f"{signed(self.gain)} [{low}, {high}]"
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -64,7 +80,8 @@ class Measured:
     name: str
     protocol: str
     source: str  # where the whole records are
-    runs: dict[tuple[str, str, int], Matrix]  # by method, norm and seed
+    runs: dict[Key, Matrix]
+    task_known: dict[Key, float]  # final accuracy if the task is known
     kept: dict[str, str]  # the epoch that was kept, best or last, by method
 
     @property
@@ -73,7 +90,10 @@ class Measured:
         return [method for method in dict.fromkeys(method for method, _, _ in self.runs) if self.seeds(method)]
 
     def title(self, method: str) -> str:
-        return f"{self.protocol}, {self.kept[method]} epoch"
+        """The protocol, and the epoch that was kept where another one than the protocol's."""
+        layer = {"protocol": self.protocol, "data": "cifar100", "method": method}
+        kept = self.kept[method]
+        return self.protocol if kept == resolve(layer).train.keep else f"{self.protocol}, {kept} epoch"
 
     def seeds(self, method: str) -> list[int]:
         """Seeds that both norms have."""
@@ -83,17 +103,20 @@ class Measured:
 
     def after(self, method: str, task: int) -> Paired:
         """Mean accuracy over the tasks seen so far, after this task (from 0)."""
-        return self._paired(method, lambda matrix: statistics.fmean(matrix[task]))
+        return self._paired(method, self.runs, lambda matrix: statistics.fmean(matrix[task]))
 
     def new_task(self, method: str, task: int) -> Paired:
         """Accuracy on the task just learnt."""
-        return self._paired(method, lambda matrix: matrix[task][task])
+        return self._paired(method, self.runs, lambda matrix: matrix[task][task])
 
     def metric(self, method: str, name: str) -> Paired:
-        return self._paired(method, METRICS[name])
+        """One of ``METRICS``, or ``TASK_KNOWN``."""
+        if name == TASK_KNOWN:
+            return self._paired(method, self.task_known, float)
+        return self._paired(method, self.runs, METRICS[name])
 
-    def _paired(self, method: str, number: Callable[[Matrix], float]) -> Paired:
-        both = [[100 * number(self.runs[method, norm, s]) for s in self.seeds(method)] for norm in ("bn", "tbbn")]
+    def _paired(self, method: str, runs: Mapping[Key, T], number: Callable[[T], float]) -> Paired:
+        both = [[100 * number(runs[method, norm, s]) for s in self.seeds(method)] for norm in ("bn", "tbbn")]
         return Paired(*both)
 
 
@@ -105,6 +128,7 @@ def measured() -> dict[str, Measured]:
         entry["name"]: Measured(
             entry["name"], entry["protocol"], entry["source"],
             {(run["method"], run["norm"], run["seed"]): run["accuracy"] for run in entry["runs"]},
+            {(run["method"], run["norm"], run["seed"]): run["task_known"] for run in entry["runs"]},
             {run["method"]: run["keep"] for run in entry["runs"]},
         )
         for entry in json.loads(text)
@@ -118,55 +142,56 @@ def gains_by_task(experiment: Measured, method: str = "ft") -> Table:
     rows = []
     for task in range(tasks):
         all_seen, new = experiment.after(method, task), experiment.new_task(method, task)
-        cells = [f"{task + 1}", _mean(all_seen.bn), _mean(all_seen.tbbn), difference(all_seen.gains)]
-        rows.append((*cells, _mean([statistics.fmean(new.bn)]), _mean([statistics.fmean(new.tbbn)])))
-    header = ("after task", "bn %", "tbbn %", "gain (standard error)", "new task: bn", "tbbn")
-    return Table(
-        header, tuple(rows), (f"Mean accuracy over the tasks seen so far, {len(seeds)} seeds, real CIFAR-100.",)
-    )
+        rows.append((f"{task + 1}", _mean(all_seen.bn), _mean(all_seen.tbbn), str(all_seen), str(new)))
+    header = ("after task", "bn %", "tbbn %", "tbbn - bn", "on the new task: tbbn - bn")
+    note = f"Mean accuracy over the tasks seen so far, {len(seeds)} seeds, real CIFAR-100."
+    return Table(header, tuple(rows), (note, DIFFERENCE))
 
 
-def gains(experiments: dict[str, Measured]) -> Table:
+def gains(experiments: Mapping[str, Measured], metrics: Sequence[str]) -> Table:
     """TBBN against batch norm on the same seeds, a row for each experiment and method."""
     rows = []
     for experiment in experiments.values():
         for method in experiment.methods:
-            pairs = [experiment.metric(method, name) for name in METRICS]
+            pairs = [experiment.metric(method, name) for name in metrics]
             n = str(len(experiment.seeds(method)))
-            cells = [_mean(pairs[0].bn), _mean(pairs[0].tbbn), *(difference(pair.gains) for pair in pairs)]
+            cells = [_mean(pairs[0].bn), _mean(pairs[0].tbbn), *map(str, pairs)]
             rows.append((experiment.title(method), method, n, *cells))
-    header = ("protocol", "method", "seeds", "bn A_f", "tbbn A_f", *(f"{name}: tbbn - bn" for name in METRICS))
-    note = "tbbn - bn: mean difference on the same seeds, in points (standard error). F is forgetting: less is better."
-    return Table(header, tuple(rows), (note,), align="ll" + "r" * (len(header) - 2))
-
-
-def gain_in_paper(metric: str) -> float:
-    """What TBBN gains over batch norm in the paper's Table 1."""
-    printed, at = find_tables("table1", "cifar100")[0].rows, list(METRICS).index(metric)
-    return printed["ft", "tbbn"][at] - printed["ft", "bn"][at]
-
-
-def beside_paper(experiment: Measured) -> Table:
-    """Fine-tuning beside the paper's Table 1: both norms, and what TBBN gains on the same seeds."""
-    printed = find_tables("table1", "cifar100")[0].rows
-    pairs = {name: experiment.metric("ft", name) for name in METRICS}
-    paper = {norm: dict(zip(METRICS, printed["ft", norm], strict=True)) for norm in ("bn", "tbbn")}
-    rows = []
-    for label, ours, theirs in (
-        ("bn", [_mean(pair.bn) for pair in pairs.values()], list(paper["bn"].values())),
-        ("tbbn", [_mean(pair.tbbn) for pair in pairs.values()], list(paper["tbbn"].values())),
-        (
-            "gain",
-            [difference(pair.gains) for pair in pairs.values()],
-            [paper["tbbn"][m] - paper["bn"][m] for m in METRICS],
-        ),
-    ):
-        rows.append((label, *(c for own, their in zip(ours, theirs, strict=True) for c in (own, f"{their:.2f}"))))
-    header = ("", *(cell for name in METRICS for cell in (f"{name} ours", "paper")))
+    columns = (f"bn {metrics[0]}", f"tbbn {metrics[0]}", *(f"{name}: tbbn - bn" for name in metrics))
+    notes = (DIFFERENCE, *(["F is forgetting: less is better."] if "F" in metrics else []))
     return Table(
-        header, tuple(rows), (f"{len(experiment.seeds('ft'))} seeds; gain: on the same seeds (standard error).",)
+        ("protocol", "method", "seeds", *columns), tuple(rows), tuple(notes), align="ll" + "r" * (1 + len(columns))
     )
+
+
+def printed_gain(method: str, metric: str) -> float:
+    """What TBBN gains over batch norm in the paper's Table 2."""
+    printed, at = find_tables("table2", "cifar100")[0].rows, list(METRICS).index(metric)
+    return printed[method, "tbbn"][at] - printed[method, "bn"][at]
+
+
+def gains_beside_paper(experiments: Sequence[Measured]) -> Table:
+    """What TBBN gains with each method, here and in the paper's Table 2."""
+    rows = []
+    for experiment in experiments:
+        for method in experiment.methods:
+            cells = []
+            for name in METRICS:
+                pair, theirs = experiment.metric(method, name), printed_gain(method, name)
+                low, high = pair.interval
+                cells += [str(pair), signed(theirs) + ("" if low <= theirs <= high else " *")]
+            rows.append((method, *cells))
+    header = ("method", *(cell for name in METRICS for cell in (f"{name} ours", "paper")))
+    return Table(header, tuple(rows), (DIFFERENCE, "*: the paper's difference is outside of that interval."))
 
 
 def _mean(percents: list[float]) -> str:
     return percent([value / 100 for value in percents])
+
+
+def signed(points: float) -> str:
+    """
+    >>> signed(-0.04), signed(1.25)
+    ('+0.0', '+1.2')
+    """
+    return f"{round(points, 1) + 0.0:+.1f}"

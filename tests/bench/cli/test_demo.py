@@ -32,7 +32,7 @@ def test_the_demo_shows_mechanism_bench_and_result(
     assert main(("demo", "--out", str(tmp_path / "runs"), "--quiet")) == 0
     said = capsys.readouterr().out
     mechanism, bench, result = (said.index(f"\n{n}. " if n > 1 else "1. ") for n in (1, 2, 3))
-    assert mechanism < said.index("TBBN  ") < bench < said.index("ft + tbbn") < result < said.index("+6.0 (0.8)")
+    assert mechanism < said.index("TBBN  ") < bench < said.index("ft + tbbn") < result < said.index("+6.0 [3.8, 8.1]")
     assert (tmp_path / "runs" / "demo" / "toy.png").exists() and (tmp_path / "runs/demo/ft-tbbn-1/record.json").exists()
 
 
