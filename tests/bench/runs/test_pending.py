@@ -51,6 +51,18 @@ def test_a_missing_plugin_stops_a_new_sweep_and_one_that_is_resumed_only_if_it_i
             expand(needed, axes, tmp_path, resumes=True)
 
 
+def test_a_folder_names_the_options_that_nothing_else_implies(tmp_path: Path) -> None:
+    axes = Axes(
+        methods=("eeil", "eeil(kd=2)", "eeil(balanced_lr_factor=0.1)"), norms=("tbbn(rule=uneven)",), seeds=(1,)
+    )
+    found = expand([("test", {**LAYER, "protocol": "paper", "data.validation": 0.2})], axes, tmp_path)
+    assert [run.directory.name for run in found] == [
+        "eeil-tbbn_rule=uneven_-1",  # the paper's learning rate of the balanced phase, a hundredth, is not named
+        "eeil_kd=2_-tbbn_rule=uneven_-1",
+        "eeil_balanced_lr_factor=0.1_-tbbn_rule=uneven_-1",
+    ]
+
+
 def test_the_runs_of_all_sweeps_below_a_folder_are_found_in_order(tmp_path: Path) -> None:
     for name, seeds in (("b/c", (0, 1)), ("a", (2, 3))):
         (tmp_path / name).mkdir(parents=True)

@@ -133,15 +133,14 @@ def _runs(
     table: PaperTable, args: argparse.Namespace, given: dict[str, Any], axes: Axes
 ) -> tuple[list[PendingRun], Path, str]:
     """The runs of a table, their folder and their recipe."""
-    from tbbn.bench.runs.pending import check_folders, expand
+    from tbbn.bench.runs.pending import check_folders, expand, run_name
     from tbbn.bench.runs.recipe import recipe_text
 
     layers = [*table.layers()[0], ("command line", given)]
     folder = Path(args.out) / _folder_name(table, args)
     runs = expand(layers, axes, folder)
     if len(runs) == 1:  # in a folder of its own, as the others will be
-        only = runs[0].config
-        runs = [replace(runs[0], directory=folder / f"{only.method}-{only.norm}-{only.seed}")]
+        runs = [replace(runs[0], directory=folder / run_name(runs[0].config))]
     check_folders(runs)
     return runs, folder, recipe_text(layers, axes)
 

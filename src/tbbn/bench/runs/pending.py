@@ -44,14 +44,18 @@ def expand(layers: Sequence[Layer], axes: Axes, out: Path, *, resumes: bool = Fa
         if seed is not None:
             layer["seed"] = seed
         config = check(resolve(*layers, ("command line", layer)))
-        name = re.sub(r"[^\w.=-]+", "_", f"{config.method}-{config.norm}-{config.seed}").strip("_")
-        runs.append(PendingRun(config, out / name))
+        runs.append(PendingRun(config, out / run_name(config)))
     if len(runs) == 1:
         return [PendingRun(runs[0].config, out)]
     for name, n in Counter(run.directory.name for run in runs).items():
         if n > 1:
             raise UserError(f"{n} runs have the same folder {out / name}; name each method, norm and seed once.")
     return runs
+
+
+def run_name(config: RunConfig) -> str:
+    """What the folder of a run among others is called: method and norm, with options that nothing else implies, and seed."""
+    return re.sub(r"[^\w.=-]+", "_", "-".join((*config.names, str(config.seed)))).strip("_")
 
 
 def runs_of_sweeps(folder: Path) -> list[PendingRun]:
