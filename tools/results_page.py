@@ -7,6 +7,7 @@ from statistics import fmean
 import results_numbers as numbers
 from results_numbers import listed, mean_row, metrics, of_method, paper_row
 from tbbn.bench.metrics import final_accuracy
+from tbbn.bench.report.interval import signed
 from tbbn.bench.runs.record import load_record
 from tbbn.paper import measured
 from tbbn.paper.measured import TASK_KNOWN
@@ -67,7 +68,7 @@ def _clear_after(experiment: measured.Measured) -> str:
 
 
 def _printed(method: str, metric: str) -> str:
-    return measured.signed(measured.printed_gain(method, metric))
+    return signed(measured.printed_gain(method, metric))
 
 
 def _seeds_of_others(others: measured.Measured) -> str:
@@ -200,7 +201,7 @@ def _with_cn() -> str:
         lost = numbers.lost_with_cn(method)
         printed = paper_row(method, "cn")["A_f"] - paper_row(method, "bn")["A_f"]
         n = f", {len(lost)} {'seed' if len(lost) == 1 else 'seeds'}"
-        words.append(f"{method} {measured.signed(-fmean(lost))} ({measured.signed(printed)}{n})")
+        words.append(f"{method} {signed(-fmean(lost))} ({signed(printed)}{n})")
     return ", ".join(words)
 
 

@@ -1,10 +1,16 @@
-"""The paper's experiments as recipes: TOML files that ``tbbn run NAME`` takes by name."""
+"""The paper's experiments as recipes, TOML files that ``tbbn run NAME`` takes by name, and its tables as they are printed.
+
+Needs no torch: every command asks for the names.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
+from tbbn.bench.config import read_toml
 from tbbn.errors import unknown_name
 
 
@@ -30,3 +36,14 @@ def find_recipe(name: str) -> Path:
     if not is_recipe(name) and not Path(name).is_dir():
         raise unknown_name("recipe", name, recipes())
     return recipes().get(name, Path(name))
+
+
+@cache
+def printed_tables() -> list[dict[str, Any]]:
+    """The entries of ``published.toml``."""
+    entries: list[dict[str, Any]] = read_toml(Path(str(resources.files(__name__))) / "published.toml")["table"]
+    return entries
+
+
+def table_names() -> list[str]:
+    return list(dict.fromkeys(entry["name"] for entry in printed_tables()))

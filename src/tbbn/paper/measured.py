@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from math import nan, sqrt
 from typing import TypeVar
 
 from tbbn.bench.config import resolve
 from tbbn.bench.metrics import average_accuracy, final_accuracy, forgetting, learning_accuracy
+from tbbn.bench.report.interval import difference, half_width, signed
 from tbbn.bench.report.table import Table
 from tbbn.bench.report.tables import percent
 from tbbn.paper.published import find_tables
@@ -29,9 +29,6 @@ METRICS: dict[str, Callable[[Matrix], float]] = {
 TASK_KNOWN = "A_f, task known"  # task-IL: the task of each test image is given
 
 DIFFERENCE = "tbbn - bn: mean difference on the same seeds, in points, and its 95 % interval."
-
-# Quantiles of Student's t for 95 % and 1 to 9 degrees of freedom.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
@@ -55,22 +52,13 @@ class Paired:
         return statistics.fmean(self.gains)
 
     @property
-    def error(self) -> float:
-        """Standard error of the gain; nan for a single seed."""
-        return statistics.stdev(self.gains) / sqrt(len(self.gains)) if len(self.gains) > 1 else nan
-
-    @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % confidence interval of the gain, by Student's t distribution; for 2 to 10 seeds."""
-        reach = _T95[len(self.gains) - 2] * self.error
-        return self.gain - reach, self.gain + reach
+        """The 95 % interval of the gain."""
+        half = half_width(self.gains)
+        return self.gain - half, self.gain + half
 
     def __str__(self) -> str:
-        """The gain, and its interval if there are several seeds."""
-        if len(self.gains) == 1:
-            return signed(self.gain)
-        low, high = (round(bound, 1) + 0.0 for bound in self.interval)  # never -0.0
-        return f"{signed(self.gain)} [{low}, {high}]"
+        return difference(self.gains)
 
 
 @dataclass(frozen=True)
@@ -187,11 +175,3 @@ def gains_beside_paper(experiments: Sequence[Measured]) -> Table:
 
 def _mean(percents: list[float]) -> str:
     return percent([value / 100 for value in percents])
-
-
-def signed(points: float) -> str:
-    """
-    >>> signed(-0.04), signed(1.25)
-    ('+0.0', '+1.2')
-    """
-    return f"{round(points, 1) + 0.0:+.1f}"

@@ -6,20 +6,18 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
-from tbbn.bench.config import RunConfig, Values, flatten, read_toml, resolve, to_dict
+from tbbn.bench.config import RunConfig, Values, flatten, resolve, to_dict
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
 from tbbn.bench.report.groups import Group, groups, repeated_note, without_seed
-from tbbn.bench.report.pairs import difference
+from tbbn.bench.report.interval import signed
 from tbbn.bench.report.table import Table
 from tbbn.bench.runs.recipe import Axes, Layer, parse_choice, read_recipe
 from tbbn.errors import UserError, unknown_name
-from tbbn.paper import find_recipe
+from tbbn.paper import find_recipe, printed_tables, table_names
 
 METRICS = {
     "A_f": "final_accuracy",
@@ -77,8 +75,7 @@ class PaperTable:
 
 @cache
 def paper_tables() -> tuple[PaperTable, ...]:
-    path = Path(str(resources.files(__package__))) / "published.toml"
-    return tuple(_table(entry) for entry in read_toml(path)["table"])
+    return tuple(map(_table, printed_tables()))
 
 
 def _table(entry: dict[str, Any]) -> PaperTable:
@@ -91,7 +88,7 @@ def find_tables(name: str, data: str | None = None) -> list[PaperTable]:
     """The tables of this name for one data set (default: the first the paper has), one for each network."""
     named = [table for table in paper_tables() if table.name == name]
     if not named:
-        raise unknown_name("table", name, dict.fromkeys(table.name for table in paper_tables()))
+        raise unknown_name("table", name, table_names())
     sets = list(dict.fromkeys(table.data for table in named))
     if data is not None and data not in sets:
         raise UserError(f"{name}: the paper has it for {' and '.join(sets)}, not for {data!r}.")
@@ -229,11 +226,11 @@ def _cells(paper: float | None, ours: Sequence[float]) -> list[str]:
         return [printed, "-", "-"]
     mean = statistics.fmean(ours)
     if len(ours) == 1:
-        return [printed, f"{mean:.1f}", "-" if paper is None else difference([mean - paper])]
+        return [printed, f"{mean:.1f}", "-" if paper is None else signed(mean - paper)]
     spread = statistics.stdev(ours)
     text = f"{mean:.1f} ± {spread:.1f}"
     if paper is None:
         return [printed, text, "-"]
     # The spread of two seeds says next to nothing.
     within = len(ours) > 2 and abs(mean - paper) <= 2 * spread / sqrt(len(ours))
-    return [printed, text, difference([mean - paper]) + (" =" if within else "")]
+    return [printed, text, signed(mean - paper) + (" =" if within else "")]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from commandline import Capture
 
@@ -35,3 +38,8 @@ def test_the_version(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"tbbn {tbbn.__version__}\n"
+
+
+def test_help_and_version_load_no_torch() -> None:
+    code = "import sys; from tbbn.bench.cli.main import build_parser; build_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

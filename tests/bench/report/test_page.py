@@ -93,8 +93,8 @@ def test_every_part_is_there_and_linked(plain: Parsed) -> None:
     links = [attributes["href"] for tag, attributes in plain.tags if tag == "a"]
     assert links == [f"#{part}" for part in shown]
     text = " ".join(plain.text)
-    # A_f of the seeds: .5 and .5 for both norms; the difference is 0 with a standard error of 0.
-    assert "50.0 ± 0.0" in text and "+0.0 (0.0)" in text
+    # A_f of the seeds: .5 and .5 for both norms; the difference is 0 on both.
+    assert "50.0 ± 0.0" in text and "+0.0 [0.0, 0.0]" in text
     assert plain.text.count("finished") == 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,7 +144,7 @@ def test_forgetting_begins_with_the_second_task() -> None:
 def test_the_gain_is_over_batch_norm_on_the_same_seeds() -> None:
     records = [
         record([[0.9], [0.5, 0.7]], norm__name="tbbn"),
-        record([[0.7], [0.6, 0.8]], norm__name="tbbn", seed=1),
+        record([[0.9], [0.4, 0.46]], norm__name="tbbn", seed=1),
         record([[0.2], [0.2, 0.2]], norm__name="tbbn", seed=2),  # batch norm has no such seed
         record([[0.8], [0.4, 0.6]]),
         record([[0.8], [0.3, 0.3]], seed=1),
@@ -151,9 +152,12 @@ def test_the_gain_is_over_batch_norm_on_the_same_seeds() -> None:
     drawn = figure(records, "gain")
     (axes,) = drawn.axes
     assert axes.get_title() == "gain over ft + bn" and legend(axes) == ["tbbn (2 seeds)"]
-    assert list(axes.lines[1].get_ydata()) == pytest.approx([0.0, 25.0])  # (10 - 10) / 2 and (10 + 40) / 2
+    assert list(axes.lines[1].get_ydata()) == pytest.approx([10.0, 11.5])  # (10 + 10) / 2 and (10 + 13) / 2
     heights = axes.collections[0].get_paths()[0].vertices[:, 1]
-    assert heights.max() == pytest.approx(25 + 15), "the standard error of 10 and 40"
+    half = math.tan(0.475 * math.pi) * 1.5  # t of one degree of freedom, and the standard error of 10 and 13
+    assert (heights.min(), heights.max()) == pytest.approx((11.5 - half, 11.5 + half), abs=1e-3)
+    # 10 points of the band on each side are shown, and some air: 5 % of what is shown and half a point.
+    assert axes.get_ylim() == pytest.approx((1.5 - 1.5, 21.5 + 1.5))
 
 
 def test_a_heat_map_has_the_mean_matrix() -> None:

@@ -48,9 +48,9 @@ def add(command: Command) -> None:
 
 def names() -> list[str]:
     """The tables and figures of the paper."""
-    from tbbn.paper.published import paper_tables
+    from tbbn.paper import table_names
 
-    return [*dict.fromkeys(table.name for table in paper_tables()), *FIGURES]
+    return [*table_names(), *FIGURES]
 
 
 def _reproduce(args: argparse.Namespace) -> int:

@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import sqrt
+from math import inf
 from typing import Any
 
 from tbbn.bench.metrics import Matrix, forgetting
 from tbbn.bench.report.figures import Look, Panel, literal
 from tbbn.bench.report.groups import Group, blocks
+from tbbn.bench.report.interval import half_width
 from tbbn.bench.report.pairs import Pair
 
 FEW = 5  # more curves than this are not told apart in one panel
@@ -103,16 +104,16 @@ def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limi
 
 
 def gain_panels(pairs: Sequence[Pair]) -> list[Panel]:
-    """What norms gain in mean accuracy over another, seed by seed. A band shows ± one standard error."""
+    """What norms gain in mean accuracy over another, seed by seed. A band shows the 95 % interval of the mean."""
     look = Look([pair.other for pair in pairs])
     together: dict[str, list[Curve]] = {}
     for pair in pairs:
         columns = pair.differences(accuracy_after)
-        curve = _curve(pair.other.norm, columns, _standard_error, (-100, 100), look.of(pair.other), 1)
+        curve = _curve(pair.other.norm, columns, half_width, (-100, 100), look.of(pair.other), 1)
         together.setdefault(pair.base.label, []).append(curve)
     if not together:
         return []
-    reach = _reach([curve for curves in together.values() for curve in curves], (-100, 100))
+    reach = _reach([curve for curves in together.values() for curve in curves], (-100, 100), beyond=10)
     draw = partial(_draw, ylabel="difference (points)", reach=reach, zero=True)
     panels = []
     for base, curves in together.items():
@@ -121,14 +122,13 @@ def gain_panels(pairs: Sequence[Pair]) -> list[Panel]:
     return panels
 
 
-def _standard_error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / sqrt(len(values))
+def _reach(curves: Sequence[Curve], limits: Limits, beyond: float = inf) -> Limits:
+    """The range that holds all curves with their bands, and some air: the same for all panels, so they can be compared.
 
-
-def _reach(curves: Sequence[Curve], limits: Limits) -> Limits:
-    """The range that holds all curves with their bands, and some air: the same for all panels, so they can be compared."""
-    low = min(value for curve in curves for value in curve.low)
-    high = max(value for curve in curves for value in curve.high)
+    A band that is wider than ``beyond`` to a side is cut: the interval of two seeds would flatten every curve.
+    """
+    low = min(max(edge, mean - beyond) for curve in curves for edge, mean in zip(curve.low, curve.mean, strict=True))
+    high = max(min(edge, mean + beyond) for curve in curves for edge, mean in zip(curve.high, curve.mean, strict=True))
     air = 0.05 * (high - low) + 0.5
     return max(limits[0] - 1, low - air), min(limits[1] + 1, high + air)
 

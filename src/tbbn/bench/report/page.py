@@ -67,7 +67,7 @@ def page(
         ),
         Section(
             "gain", "Differences on the same seeds",
-            "What a norm gains over another in mean accuracy after each task. A band shows ± one standard error.",
+            "What a norm gains over another in mean accuracy after each task. A band shows the 95 % interval.",
             (pairs_table(paired, metrics),), tuple(gain_panels(paired)),
         ),
         Section(

@@ -1,16 +1,15 @@
-"""Two norms on the same seeds: what one gains over the other, with its standard error."""
+"""Two norms on the same seeds: what one gains over the other, and how sure that is."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import sqrt
 
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import Matrix
 from tbbn.bench.report.columns import SHORT
 from tbbn.bench.report.groups import Group, Seed, blocks
+from tbbn.bench.report.interval import difference
 from tbbn.bench.report.table import Table
 
 
@@ -52,7 +51,7 @@ def pairs(groups: Sequence[Group]) -> list[Pair]:
 
 
 def pairs_table(found: Sequence[Pair], metrics: Sequence[str]) -> Table:
-    """A row for each pair: the mean difference of each metric, with its standard error in brackets."""
+    """A row for each pair: the mean difference of each metric, and its 95 % interval."""
     rows = []
     for pair in found:
         cells = []
@@ -61,14 +60,5 @@ def pairs_table(found: Sequence[Pair], metrics: Sequence[str]) -> Table:
             cells.append(difference(gains))
         rows.append((pair.other.label, pair.base.norm, str(len(pair.seeds)), *cells))
     header = ("method + norm", "over", "seeds", *(SHORT[m] for m in metrics))
-    caption = "Mean difference on the same seeds, in points (standard error in brackets)."
+    caption = "Mean difference on the same seeds, in points, and its 95 % interval."
     return Table(header, tuple(rows), align="ll" + "r" * (len(header) - 2), caption=caption)
-
-
-def difference(gains: Sequence[float]) -> str:
-    """
-    >>> difference([1.0, 2.0, 3.0]), difference([-1.0]), difference([-0.01])
-    ('+2.0 (0.6)', '-1.0', '+0.0')
-    """
-    mean = f"{round(statistics.fmean(gains), 1) + 0.0:+.1f}"  # adding 0 takes the sign of -0 away
-    return mean if len(gains) == 1 else f"{mean} ({statistics.stdev(gains) / sqrt(len(gains)):.1f})"
