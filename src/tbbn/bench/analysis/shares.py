@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -12,30 +12,33 @@ from tbbn.bench.config import RunConfig
 from tbbn.bench.engine.setup import full_batch, method_of
 from tbbn.bench.report.tables import Table
 from tbbn.errors import UserError
-from tbbn.nn.plan import Layout, PlanOptions, one_group
+from tbbn.nn.plan import Layout, PlanOptions, one_group, splits
 
 NORMS: dict[str, dict[str, Any]] = {"bn": {}, "tbbn": {}, "weighted": {"kind": "weighted"}}  # fixed options of each
 
 
 @dataclass(frozen=True)
 class Share:
-    """The shares in the running statistics after a batch of one task, and the numbers of splits behind them."""
+    """The newest task's share in the running statistics of a batch, and the numbers of splits behind it."""
 
     exact: float  # r that would balance the batch
-    splits: int  # r*, what the rule makes of it
-    current: float  # share of the newest task
-    past: float  # share of each past task
+    splits: int | None  # r*, what the rule makes of it; None for a norm without splits
+    current: float  # share of the newest task; the past tasks have the rest in equal parts
 
 
 def share(current: int, memory: int, past_tasks: int, options: PlanOptions | None) -> Share:
-    """The shares for a batch of these rows. ``options=None`` is batch norm, where every row counts the same."""
+    """The share for a batch of these rows. ``options=None`` is batch norm, where every row counts the same."""
     layout = Layout(current, memory, past_tasks)
     plan = layout.plan(options) if options is not None else None
     weights = row_weights(one_group(layout.rows) if plan is None else plan)
-    newest = float(weights[:current].sum())
     exact = current * past_tasks / memory if memory else 1.0
-    past = (1 - newest) / past_tasks if past_tasks else 0.0
-    return Share(max(1.0, exact), 1 if plan is None else plan.gather.shape[0], newest, past)
+    # Not the groups of the plan: an ablation has one more, the whole batch.
+    r = splits(current, memory, past_tasks, options.rule) if has_splits(options) else None
+    return Share(max(1.0, exact), r, float(weights[:current].sum()))
+
+
+def has_splits(options: PlanOptions | None) -> TypeGuard[PlanOptions]:
+    return options is not None and options.kind == "tbbn"
 
 
 def row_weights(plan: Any) -> Tensor:
@@ -53,20 +56,25 @@ def norm_options(norm: str, options: dict[str, Any]) -> PlanOptions | None:
 
 
 def shares_table(configs: Sequence[RunConfig]) -> Table:
-    """A row for each task: r, r*, and the share of the newest task with each norm. The configs differ in their norm."""
+    """A row for each task: r, and for each norm its r* and the share of the newest task. The configs differ in their norm."""
     first = configs[0]
-    names = [str(config.norm) for config in configs]
-    options = [norm_options(config.norm.name, config.norm.dict()) for config in configs]
+    options = {str(config.norm): norm_options(config.norm.name, config.norm.dict()) for config in configs}
+    header = ["task", "batch", "r"]
+    for name, chosen in options.items():
+        header += [f"{name} r*", f"{name} %"] if has_splits(chosen) else [f"{name} %"]
     rows = []
     for task in range(first.data.tasks):
         batch = full_batch(first, method_of(first), task)
-        found = [share(batch.current, batch.memory, task, chosen) for chosen in options]
-        splits = max(entry.splits for entry in found)
-        cells = [f"{100 * entry.current:.1f}" for entry in found]
-        rows.append((f"{task + 1}", f"{batch.current}+{batch.memory}", f"{found[0].exact:.3g}", f"{splits}", *cells))
-        rows[-1] += (f"{100 / (task + 1):.1f}",)
-    notes = (
-        "Share of the newest task in the running statistics, in percent; balanced: every task has the same.",
-        "r = current / memory * past tasks would balance the batch; r* is the number of splits that the rule allows.",
-    )
-    return Table(("task", "batch", "r", "r*", *(f"{name} %" for name in names), "balanced %"), tuple(rows), notes)
+        found = [share(batch.current, batch.memory, task, chosen) for chosen in options.values()]
+        row = [f"{task + 1}", f"{batch.current}+{batch.memory}", f"{found[0].exact:.3g}"]
+        for entry in found:
+            row += [] if entry.splits is None else [f"{entry.splits}"]
+            row.append(f"{100 * entry.current:.1f}")
+        rows.append((*row, f"{100 / (task + 1):.1f}"))
+    notes = [
+        "Share of the newest task in the running statistics, in percent; the past tasks share the rest.",
+        "balanced: every task has the same. r = current / memory * past tasks would balance the batch.",
+    ]
+    if any(map(has_splits, options.values())):
+        notes.append("r* is the number of splits that a norm's rule allows; norms without it have no splits.")
+    return Table((*header, "balanced %"), tuple(rows), tuple(notes))
