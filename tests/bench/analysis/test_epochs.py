@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tinyrun import finish, tiny
+from tinyrun import SHORT, finish, tiny
 from torch.nn import functional as F
 
 from tbbn.bench.analysis.epochs import EpochScore, kept_by, kept_table, rules_table, score_epochs
@@ -50,6 +50,33 @@ def test_every_epoch_is_scored_and_the_run_trains_as_without() -> None:
     assert kept == [epoch for _, epoch in plain.record.kept_epochs().items()]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "wa", "data__name": "synthetic:6x12x20x8", "train__epochs": 6},
+        {"method": "il2m"},
+        {"method": "icarl"},
+        {"method": "icarl", "data__online": True},
+        {"method": "podnet", **SHORT["podnet"]},
+        {"method": "podnet", "method__classifier": "nme", **SHORT["podnet"]},
+        {"method": "afc", "method__importance_moves_statistics": True, **SHORT["afc"]},
+        {"method": "eeil", **SHORT["eeil"]},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_an_epoch_scores_what_the_run_scores_if_it_keeps_it(settings: dict[str, Any]) -> None:
+    """Methods that rescale, remember or select exemplars after training do so before an epoch is scored."""
+    keep = "last" if settings.get("data__online") else "best"
+    config = tiny(norm="tbbn", data__validation=0.25, train__keep=keep, **settings)
+    losses: list[dict[str, float]] = []
+    scores = score_epochs(config, lambda event: losses.append(event.losses) if isinstance(event, EpochEnded) else None)
+    record = finish(config).record
+    last = {task: (phase, epoch) for (task, phase), epoch in record.kept_epochs().items()}
+    scored = {(score.task, score.phase, score.epoch): list(score.accuracy) for score in scores}
+    assert [scored[(task, *last[task])] for task in range(3)] == record.accuracy
+    assert all(entry.items() >= loss.items() for entry, loss in zip(record.history, losses, strict=True))
+
+
 def score(task: int, epoch: int, new: float, both: float, phase: str = "train") -> EpochScore:
     return EpochScore(task, phase, epoch, 0.1, (0.5,) * (task + 1), new, both)
 
@@ -83,8 +110,6 @@ def test_kept_epochs_are_read_from_the_history() -> None:
     assert kept_table({"scaled": scaled}).rows[0][-1] == "1", "of one epoch of three"
 
 
-def test_what_has_no_score_is_refused() -> None:
+def test_without_validation_rows_no_rule_can_choose() -> None:
     with pytest.raises(UserError, match=r"data.validation is 0; set it to 0.1"):
         score_epochs(tiny(data__validation=0))
-    with pytest.raises(UserError, match="icarl predicts with what it computes after training"):
-        score_epochs(tiny(method="icarl", data__validation=0.25))

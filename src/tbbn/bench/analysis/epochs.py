@@ -1,13 +1,15 @@
 """The choice of epoch: what every epoch of a run would have scored, and which one each rule would have kept.
 
-The run trains as it always does. After each epoch its network is also evaluated. A rule is applied to one task at a time: the
-next task starts from the epoch that the run's own setting, ``train.keep``, keeps.
+The run trains as it always does. After each epoch its network is also evaluated, as if training ended there: what a method
+does after training, to rescale or to remember, is done to a copy. A rule is applied to one task at a time: the next task starts
+from the epoch that the run's own setting, ``train.keep``, keeps.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -16,14 +18,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tbbn.bench.config import RunConfig
+from tbbn.bench.data.scenario import Task
 from tbbn.bench.engine import loop
 from tbbn.bench.engine.evaluate import evaluate
 from tbbn.bench.engine.events import EpochEnded, Event
 from tbbn.bench.engine.forward import evaluation_pass
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.record import Record
-from tbbn.bench.engine.setup import method_of
 from tbbn.bench.methods import Method
+from tbbn.bench.models import Network
 from tbbn.bench.report.tables import Table
 from tbbn.errors import UserError
 
@@ -36,7 +39,7 @@ RULES: dict[str, Callable[[Sequence[EpochScore]], EpochScore]] = {
 
 @dataclass(frozen=True)
 class EpochScore:
-    """What the network scores after an epoch of a phase; all numbers from 0."""
+    """What the network scores if training ends after an epoch of a phase; all numbers from 0."""
 
     task: int
     phase: str
@@ -66,10 +69,6 @@ def score_epochs(config: RunConfig, on_event: Callable[[Event], None] | None = N
         raise UserError(
             "epochs: rules choose by validation rows, and data.validation is 0; set it to 0.1, for example."
         )
-    if type(method_of(config)).predict is not Method.predict:
-        raise UserError(
-            f"epochs: {config.method.name} predicts with what it computes after training, so no epoch has a score."
-        )
     scores: list[EpochScore] = []
 
     def drive(run: Run) -> Any:
@@ -86,11 +85,29 @@ def score_epochs(config: RunConfig, on_event: Callable[[Event], None] | None = N
 
 def _score(run: Run, event: EpochEnded) -> EpochScore:
     task = run.scenario.tasks[event.position.task]
-    result = evaluate(task, run.config, run.scenario, run.method, run.network, run.test_data)
-    new = _loss(run, task.validation)
+    result = evaluate(task, run.config, run.scenario, run.method, _ended(run, task), run.test_data)
+    new = _loss(run, task.validation)  # of the network as trained: train.keep compares epochs by that
     both = _loss(run, torch.cat([seen.validation for seen in run.scenario.tasks[: task.number + 1]]))
     lr = float(run.record.history[-1]["lr"])
     return EpochScore(task.number, event.phase, event.position.epoch, lr, tuple(result.accuracy), new, both)
+
+
+def _ended(run: Run, task: Task) -> Network:
+    """The network that the run would evaluate if training ended here; its own network stays as it is."""
+    method, kind = run.method, type(run.method)
+    stores = kind.after_task is not Method.after_task  # or reads what is stored: exemplars take a pass over the task
+    if not stores and kind.after_training is Method.after_training:
+        return run.network
+    network = copy.deepcopy(run.network).eval()
+    context = replace(run.context(task), network=network)
+    if run.config.data.online:  # the draw of the pass decides which rows are stored
+        context.draw(context.phase_rows("replay"), method.phases(context)[0].name, 0)
+    method.after_training(context)
+    if stores:
+        if method.uses_memory:
+            context.memory = context.updated_memory()
+        method.after_task(context)
+    return network
 
 
 def _loss(run: Run, rows: Tensor) -> float:
@@ -124,7 +141,7 @@ def rules_table(scores: Mapping[str, Sequence[Sequence[EpochScore]]]) -> Table:
                 epochs = f"{fmean(score.epoch + 1 for score in chosen):.4g}"
                 rows.append((name, rule, f"{task + 1}", epochs, *values))
     notes = (
-        "Accuracy on test images after the epoch that a rule keeps, mean over seeds.",
+        "Accuracy on test images if training ends after the epoch that a rule keeps, mean over seeds.",
         "Each rule chooses in one task alone; the next task starts from the epoch that train.keep keeps.",
     )
     header = ("run", "rule", "task", "epoch", "past tasks %", "new task %", "all tasks %")
