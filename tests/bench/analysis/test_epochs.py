@@ -77,18 +77,26 @@ def test_an_epoch_scores_what_the_run_scores_if_it_keeps_it(settings: dict[str, 
     assert all(entry.items() >= loss.items() for entry, loss in zip(record.history, losses, strict=True))
 
 
-def score(task: int, epoch: int, new: float, both: float, phase: str = "train") -> EpochScore:
-    return EpochScore(task, phase, epoch, 0.1, (0.5,) * (task + 1), new, both)
+def score(task: int, epoch: int, new: float, both: float, phase: str = "train", right: float = 0.5) -> EpochScore:
+    return EpochScore(task, phase, epoch, 0.1, (right,) * (task + 1), new, both)
 
 
-def test_each_rule_keeps_its_epoch_of_the_last_phase() -> None:
-    run = [score(0, 0, 2.0, 2.0), score(0, 1, 1.0, 1.0), score(0, 2, 1.5, 1.5)]
-    run += [score(1, 0, 0.1, 0.1), *(score(1, e, *loss, "balanced") for e, loss in enumerate([(1, 9), (2, 3), (3, 7)]))]
-    assert [kept.epoch for kept in kept_by(run, "last")] == [2, 2]
-    assert [kept.epoch for kept in kept_by(run, "best on the new task")] == [1, 0]
-    assert [kept.epoch for kept in kept_by(run, "best on all tasks")] == [1, 1]
-    rows = rules_table({"ft + bn": [run]}).rows
-    assert rows[0] == ("ft + bn", "last", "1", "3", "-", "50.0", "50.0") and len(rows) == 6
+def test_each_rule_keeps_its_epoch_of_each_phase() -> None:
+    first = [score(0, 0, 2.0, 2.0), score(0, 1, 1.0, 1.0), score(0, 2, 1.5, 1.5)]
+    second = [score(1, e, *loss) for e, loss in enumerate([(3, 1), (2, 2)])]
+    balanced = [score(1, e, *loss, "balanced") for e, loss in enumerate([(1, 9), (2, 3), (3, 7)])]
+    run = [*first, *second, *balanced]
+    assert [kept.epoch for kept in kept_by(run, "last")] == [2, 1, 2]
+    assert [kept.epoch for kept in kept_by(run, "best on the new task")] == [1, 1, 0]
+    assert [kept.epoch for kept in kept_by(run, "best on all tasks")] == [1, 0, 1]
+    table = rules_table({"eeil + bn": [run]})
+    assert table.header[2:5] == ("task", "phase", "epoch")
+    kept = [row[1:5] for row in table.rows]
+    assert kept[:3] == [("last", "1", "train", "3"), ("last", "2", "train", "2"), ("last", "2", "balanced", "3")]
+    assert kept[7:] == [("best on all tasks", "2", "train", "1"), ("best on all tasks", "2", "balanced", "2")]
+    table = rules_table({"ft + bn": [[*first, *second]]})
+    assert "phase" not in table.header, "every task has one"
+    assert table.rows[0] == ("ft + bn", "last", "1", "3", "-", "50.0", "50.0") and len(table.rows) == 6
 
 
 def test_kept_epochs_are_read_from_the_history() -> None:

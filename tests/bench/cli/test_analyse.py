@@ -61,6 +61,15 @@ def test_the_choice_of_epoch(runs: Path, tmp_path: Path, capsys: Capture) -> Non
     assert "data.validation is 0" in mistake(capsys, "epochs", *TINY, "--quiet")
 
 
+def test_the_choice_of_epoch_in_every_phase(capsys: Capture) -> None:
+    words = ("epochs", *TINY, "--data.validation", "0.25", "--norm", "bn,tbbn", "--seeds", "2", "--quiet")
+    assert main((*words, "--method", "eeil(balanced_epochs=1)")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:5] == ["run", "rule", "task", "phase", "epoch"]
+    kept = [line.split("last")[1].split()[:3] for line in lines if " last " in line]
+    assert kept == [["1", "train", "1"], ["2", "train", "1"], ["2", "balanced", "1"]] * 2
+
+
 def test_the_oracle_figure_is_made_from_two_runs(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,8 @@
 """The choice of epoch: what every epoch of a run would have scored, and which one each rule would have kept.
 
 The run trains as it always does. After each epoch its network is also evaluated, as if training ended there: what a method
-does after training, to rescale or to remember, is done to a copy. A rule is applied to one task at a time: the next task starts
-from the epoch that the run's own setting, ``train.keep``, keeps.
+does after training, to rescale or to remember, is done to a copy. A rule is applied to one phase at a time: the next one starts
+from the epoch that the run itself keeps.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
@@ -121,31 +122,34 @@ def _loss(run: Run, rows: Tensor) -> float:
 
 
 def kept_by(scores: Sequence[EpochScore], rule: str) -> list[EpochScore]:
-    """For each task, the epoch of its last phase that a rule keeps."""
-    last: dict[int, list[EpochScore]] = {}
-    for score in scores:
-        there = last.get(score.task)
-        last[score.task] = [*there, score] if there and there[0].phase == score.phase else [score]
-    return [RULES[rule](epochs) for epochs in last.values()]
+    """For each phase of each task, the epoch that a rule keeps."""
+    phases = groupby(scores, key=lambda score: (score.task, score.phase))
+    return [RULES[rule](list(epochs)) for _, epochs in phases]
 
 
 def rules_table(scores: Mapping[str, Sequence[Sequence[EpochScore]]]) -> Table:
-    """For each run by name (with its seeds) and each task: the epoch that each rule keeps, and what that epoch scores."""
-    rows = []
+    """For each run by name (with its seeds) and each phase: the epoch that each rule keeps, and what that epoch scores."""
+    entries = []
     for name, seeds in scores.items():
         for rule in RULES:
             kept = [kept_by(run, rule) for run in seeds]
-            for task in range(len(kept[0])):
-                chosen = [run[task] for run in kept]
-                values = [_percent([getattr(score, key) for score in chosen]) for key in ("past", "new", "mean")]
-                epochs = f"{fmean(score.epoch + 1 for score in chosen):.4g}"
-                rows.append((name, rule, f"{task + 1}", epochs, *values))
+            entries += [(name, rule, same) for same in zip(*kept, strict=True)]
+    places = {(name, same[0].task, same[0].phase) for name, _, same in entries}
+    has_phases = len(places) > len({place[:2] for place in places})
+    rows = []
+    for name, rule, same in entries:
+        phase = (same[0].phase,) if has_phases else ()
+        values = [_percent([getattr(score, key) for score in same]) for key in ("past", "new", "mean")]
+        epochs = f"{fmean(score.epoch + 1 for score in same):.4g}"
+        rows.append((name, rule, f"{same[0].task + 1}", *phase, epochs, *values))
+    stretch = "phase" if has_phases else "task"
     notes = (
         "Accuracy on test images if training ends after the epoch that a rule keeps, mean over seeds.",
-        "Each rule chooses in one task alone; the next task starts from the epoch that train.keep keeps.",
+        f"Each rule chooses in one {stretch} alone; the next {stretch} starts from the epoch that the run's settings keep.",
     )
-    header = ("run", "rule", "task", "epoch", "past tasks %", "new task %", "all tasks %")
-    return Table(header, tuple(rows), notes, align="llrrrrr")
+    columns = ("run", "rule", "task", *(("phase",) if has_phases else ()), "epoch")
+    header = (*columns, "past tasks %", "new task %", "all tasks %")
+    return Table(header, tuple(rows), notes, align="llrlrrrr" if has_phases else "llrrrrr")
 
 
 def kept_table(records: Mapping[str, Record]) -> Table:
