@@ -81,6 +81,34 @@ def test_the_four_procedures_of_two_runs(tmp_path: Path) -> None:
     assert oracle.figure([found], tmp_path / "oracle.png", "title").stat().st_size > 1000
 
 
+def test_an_outcome_is_computed_once_for_the_same_networks_and_not_kept_if_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = []
+    for method, seed in (("ft", 0), ("joint", 0), ("joint", 1)):
+        folders.append(tmp_path / f"{method}{seed}")
+        run_saved(tiny(method=method, norm="bn", train__epochs=2, seed=seed), folders[-1])
+    ft, joint, other = folders
+    told: list[str] = []
+
+    def stop(where: str) -> None:
+        if "epoch 2/2" in where:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        oracle.outcome(ft, joint, tmp_path, stop)
+    found = oracle.outcome(ft, joint, tmp_path, told.append)
+    line = "new affine parameters from all training data, epoch"
+    assert told == ["new statistics from all training data", f"{line} 1/2", f"{line} 2/2"]
+    monkeypatch.setattr(oracle, "oracle", lambda *given: pytest.fail("computed again"))
+    assert oracle.outcome(ft, joint, tmp_path) == found
+    (file,) = tmp_path.glob("fig-oracle/*.json")
+    file.write_text(file.read_text().replace('"networks": ["', '"networks": ["0'))
+    monkeypatch.setattr(oracle, "oracle", lambda *given: {"of": [given[1].name]})
+    assert oracle.outcome(ft, joint, tmp_path) == {"of": ["joint0"]}, "of other networks"
+    assert oracle.outcome(ft, other, tmp_path) == {"of": ["joint1"]}
+
+
 def test_pairs_are_finished_runs_of_the_same_seed_the_first_of_each(tmp_path: Path) -> None:
     def made(name: str, status: str = "finished", **settings: Any) -> Path:
         save_record(replace(finished(**settings), status=status), tmp_path / name)

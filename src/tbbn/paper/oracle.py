@@ -8,8 +8,9 @@ the run. New statistics are cumulative averages over one epoch.
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +27,11 @@ from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.phase import PhaseSettings, make_optimizer, set_lr
 from tbbn.bench.engine.task import EngineTaskContext
 from tbbn.bench.engine.torch_settings import torch_settings
+from tbbn.bench.files import write_atomic
 from tbbn.bench.methods import Phase
 from tbbn.bench.models import Output
-from tbbn.bench.report.figures import COLOURS, literal, new_figure, save_figure
-from tbbn.bench.report.groups import without_seed
+from tbbn.bench.report.figures import COLOURS, new_figure, save_figure, wrapped
+from tbbn.bench.report.groups import stamp, without_seed
 from tbbn.bench.report.tables import Table, percent
 from tbbn.bench.runs.record import load_record
 from tbbn.errors import UserError
@@ -38,6 +40,7 @@ from tbbn.paper.published import PaperTable
 
 PROCEDURES = ("joint", "ft", "update mu, sigma", "update mu, sigma, gamma, beta")
 DATA = {"cifar100": "CIFAR-100, ResNet-32", "imagenet100": "ImageNet-100, ResNet-18"}  # the paper's: ImageNet-100
+Watch = Callable[[str], None]
 Accuracies = dict[str, list[float]]  # of each task after the last one, by procedure
 
 
@@ -52,7 +55,7 @@ def oracle_table(data: str | None) -> PaperTable:
 def title(folder: Path) -> str:
     """What the experiment is about, from one of its runs."""
     config = load_record(folder).run_config
-    return f"Oracle experiment: {config.norm}, {config.data.name}, {config.backbone}, {config.data.tasks} tasks"
+    return f"{stamp([config])}Oracle experiment: {config.norm}, {config.data.name}, {config.backbone}, {config.data.tasks} tasks"
 
 
 def pairs(folders: Iterable[Path]) -> dict[int, tuple[Path, Path]]:
@@ -79,8 +82,26 @@ def pairs(folders: Iterable[Path]) -> dict[int, tuple[Path, Path]]:
     return both[0]
 
 
-def oracle(fine_tuned: Path, joint: Path) -> Accuracies:
-    """The accuracies of the four procedures. Both folders hold a finished run with its last network."""
+def outcome(fine_tuned: Path, joint: Path, out: Path, watch: Watch = lambda where: None) -> Accuracies:
+    """What :func:`oracle` gives, from ``out`` if it was computed before for the same networks, and else kept there."""
+    networks = [load_record(folder).weights[-1] for folder in (fine_tuned, joint)]
+    path = out / "fig-oracle" / f"{networks[0][:16]}-{networks[1][:16]}.json"
+    if path.exists():
+        found = json.loads(path.read_text())
+        if found.get("networks") == networks and set(found["accuracy"]) == set(PROCEDURES):
+            return dict(found["accuracy"])
+    accuracy = oracle(fine_tuned, joint, watch)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps({"networks": networks, "accuracy": accuracy}).encode())
+    return accuracy
+
+
+def oracle(fine_tuned: Path, joint: Path, watch: Watch = lambda where: None) -> Accuracies:
+    """The accuracies of the four procedures. Both folders hold a finished run with its last network.
+
+    ``watch`` is told what comes next, before every epoch; it may raise to end the experiment.
+    """
+    watch("new statistics from all training data")
     run = run_after(joint)
     task = run.scenario.tasks[-1]
     found = {"joint": run.record.accuracy[-1], "ft": load_record(fine_tuned).accuracy[-1]}
@@ -89,7 +110,7 @@ def oracle(fine_tuned: Path, joint: Path) -> Accuracies:
         run.network.load_state_dict(run_after(fine_tuned).network.state_dict())
         refresh_statistics(context)
         found["update mu, sigma"] = _accuracy(run)
-        retrain_affine(context, PhaseSettings.of(run.config, Phase(), task.number))
+        retrain_affine(context, PhaseSettings.of(run.config, Phase(), task.number), watch)
         refresh_statistics(context)
         found["update mu, sigma, gamma, beta"] = _accuracy(run)
     return found
@@ -115,7 +136,7 @@ def refresh_statistics(context: EngineTaskContext) -> None:
         layer.momentum = momentum
 
 
-def retrain_affine(context: EngineTaskContext, settings: PhaseSettings) -> None:
+def retrain_affine(context: EngineTaskContext, settings: PhaseSettings, watch: Watch = lambda where: None) -> None:
     """Train the affine parameters of the norms on all data; every other parameter stays."""
     network = context.network
     affine = [parameter for layer in norms_of(network) for parameter in (layer.weight, layer.bias)]
@@ -125,6 +146,7 @@ def retrain_affine(context: EngineTaskContext, settings: PhaseSettings) -> None:
     optimizer = make_optimizer(affine, settings, {})
     network.train()
     for epoch in range(settings.epochs):
+        watch(f"new affine parameters from all training data, epoch {epoch + 1}/{settings.epochs}")
         set_lr(optimizer, settings.lr_at(epoch))
         for batch in context.batches(f"oracle epoch {epoch}"):
             optimizer.zero_grad(set_to_none=True)
@@ -151,10 +173,11 @@ def accuracy_table(seeds: Sequence[Accuracies], title: str) -> Table:
         cells = [percent([seed[name][task] for seed in seeds]) for task in tasks]
         rows.append((name, *cells, percent([statistics.fmean(seed[name]) for seed in seeds])))
     header = ("procedure", *(f"task {task + 1} %" for task in tasks), "mean %")
-    note = f"{title}. Accuracy on each task after the last one, seeds: {len(seeds)}. update ...: the network of ft with"
-    return Table(
-        header, tuple(rows), (f"{note} statistics, or statistics and affine parameters, from all training data.",)
+    notes = (
+        f"Accuracy on each task after the last one, mean ± standard deviation over seeds; seeds: {len(seeds)}.",
+        "update ...: the network of ft with statistics, or statistics and affine parameters, from all training data.",
     )
+    return Table(header, tuple(rows), notes, caption=title)
 
 
 def figure(seeds: Sequence[Accuracies], path: str | Path, title: str) -> Path:
@@ -171,7 +194,7 @@ def figure(seeds: Sequence[Accuracies], path: str | Path, title: str) -> Path:
     axes.set_xticks(range(tasks + 1), [*(f"task {task + 1}" for task in range(tasks)), "mean"])
     axes.tick_params(axis="x", labelsize=8)
     axes.set_ylabel("accuracy after the last task (%)")
-    axes.set_title(literal(title), fontsize=10)
+    axes.set_title(wrapped(title, 90), fontsize=10)
     axes.grid(alpha=0.3, axis="y")
     picture.legend(frameon=False, fontsize=8, ncols=4, loc="outside lower center")
     return save_figure(picture, path)

@@ -12,7 +12,7 @@ from typing import Any
 from tbbn.bench.config import RunConfig, Values, flatten, resolve, to_dict
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
-from tbbn.bench.report.groups import Group, groups, repeated_note, without_seed
+from tbbn.bench.report.groups import Group, groups, repeated_note, stamp, without_seed
 from tbbn.bench.report.interval import signed
 from tbbn.bench.report.table import Table
 from tbbn.bench.runs.recipe import Axes, Layer, parse_choice, read_recipe
@@ -158,7 +158,7 @@ def compare(
     n_others = sum(len(g.runs) for of_row in members(table, others, settings, rows=rows).values() for g in of_row)
     if n_others:
         notes.append(f"Runs of this table that are not finished, and not counted: {n_others}.")
-    return Table(tuple(header), tuple(cells), tuple(notes), caption=table.title)
+    return Table(tuple(header), tuple(cells), tuple(notes), caption=f"{stamp(configs)}{table.title}")
 
 
 def members(

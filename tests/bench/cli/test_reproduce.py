@@ -11,8 +11,9 @@ import pytest
 from commandline import Capture, mistake
 
 from tbbn.bench.cli import reproduce
-from tbbn.bench.cli.common import EXIT_DIVERGED, EXIT_FAILED
+from tbbn.bench.cli.common import EXIT_DIVERGED, EXIT_FAILED, EXIT_TIME_LIMIT
 from tbbn.bench.cli.main import main
+from tbbn.paper.oracle import PROCEDURES
 from tbbn.paper.published import find_tables
 
 TINY = (
@@ -29,7 +30,7 @@ def test_a_table_is_run_resumed_and_printed_beside_the_papers(
     words = ("reproduce", "table1", "--scale", "0.0125", *TINY)  # 2 of 160 epochs
     assert main(words) == 0
     said = capsys.readouterr()
-    assert said.out.startswith("SCALE 0.0125: a fraction of the epochs; not the paper's experiment. Table 1")
+    assert said.out.startswith("SCALE 0.0125: a fraction of the epochs. Table 1")
     rows = [line.split()[2:5] for line in said.out.splitlines() if line.startswith("ft + ")]
     assert rows == [["bn", "2", "35.41"], ["tbbn", "2", "38.46"]], "the rows that were asked for"
     assert "4 runs, 0 finished" in said.err and "4 to do, " in said.err and "MB on disk" in said.err
@@ -50,9 +51,11 @@ def test_a_table_is_run_resumed_and_printed_beside_the_papers(
     ]
     assert main((*shown, "--format", "latex")) == 0
     latex = capsys.readouterr().out
+    assert latex.startswith(("%", "\\"))
     assert r"\caption{SCALE 0.0125: a fraction" in latex and "\n% A_f = (1/T)" in latex
     assert main((*shown, "--format", "csv")) == 0
     made = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert {row["table"].partition(". ")[0] for row in made} == {"SCALE 0.0125: a fraction of the epochs"}
     assert [row["method + norm"] for row in made] == ["ft + bn", "ft + tbbn"] and made[0]["A_l paper"] == "78.79"
     assert 0 <= float(made[1]["A_f ours"]) <= 100 and len(made[0]) >= 2 + 3 * 4
     assert main((*shown, "--memory.budget", "7")) == 0 and "No finished run" in capsys.readouterr().out
@@ -144,6 +147,48 @@ def test_the_oracle_experiment_is_run_and_drawn_again_from_its_runs(
     assert "needs a finished run of ft" in mistake(
         capsys, "reproduce", "fig-oracle", "--keep", "last", "--from", "runs", "--seeds", "8,"
     )
+
+
+def test_all_parts_of_a_command_share_its_time_limit(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tbbn.bench.cli import train
+    from tbbn.paper import oracle
+
+    monkeypatch.chdir(tmp_path)
+    now, real = 0.0, oracle.refresh_statistics
+    monkeypatch.setattr(train.time, "monotonic", lambda: now)
+
+    def slow(context: object) -> None:
+        nonlocal now
+        now += 100
+        real(context)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(oracle, "refresh_statistics", slow)
+    words = ("reproduce", "fig-oracle", *TINY, "--norm", "bn", "--train.epochs", "1", "--seeds", "7,")
+    assert main((*words, "--time-limit", "50s")) == EXIT_TIME_LIMIT
+    said = capsys.readouterr()
+    assert said.out == "" and "run the same command again to go on" in said.err
+    assert main((*words, "--time-limit", "1h")) == 0
+    args = Namespace(time_limit="50s")
+    first = train.deadline(args)
+    now += 30
+    assert train.deadline(args) == first == now + 20, "tables that follow each other have no limit each"
+
+
+@pytest.mark.parametrize("form", ["csv", "latex"])
+def test_an_oracle_table_for_programs_is_alone_on_standard_output_and_names_its_scale(
+    form: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("reproduce", "fig-oracle", *TINY, "--norm", "bn", "--scale", "0.01", "--seeds", "7,", "--format", form)
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert "figure: " in said.err and "figure: " not in said.out
+    assert "SCALE 0.01: a fraction of the epochs. Oracle experiment" in said.out
+    if form == "csv":
+        rows = list(csv.DictReader(io.StringIO(said.out)))
+        assert [row["procedure"] for row in rows] == list(PROCEDURES)
 
 
 def test_runs_that_are_there_are_shown_with_any_seed_and_drawn_by_row(

@@ -44,7 +44,7 @@ def test_csv_has_a_row_a_run_and_a_column_for_each_entry_of_the_matrix() -> None
 
 def test_csv_has_the_metrics_asked_for_in_their_order() -> None:
     header = runs_csv(RUNS, ("forgetting_past", "final_accuracy")).splitlines()[0]
-    names = "directory,label,method,norm,data,protocol,keep,seed,class_order_seed,status"
+    names = "directory,label,method,norm,data,protocol,keep,scale,seed,class_order_seed,status"
     assert header.startswith(f"{names},forgetting_past,final_accuracy,seconds,")
 
 

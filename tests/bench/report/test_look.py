@@ -40,7 +40,7 @@ def shown(records: list[Record], kind: str = "accuracy") -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_has_the_same_sizes_in_all_figures(kind: str) -> None:
-    made = figure(of_norms(2), kind, "all")
+    made = figure(of_norms(2, train__scale=0.5), kind)
     assert made._suptitle.get_fontsize() == 10
     for axes in made.axes:
         assert axes.title.get_fontsize() == 9

@@ -208,11 +208,14 @@ def test_dollars_and_underscores_of_a_name_are_drawn_as_they_are() -> None:
     assert legend(axes)[0] == r"ft + bn [_my \$x\$ and \$y] (1 seed)"
 
 
-def test_a_title_stands_over_all_panels() -> None:
-    records = [record(UP, method__name=method) for method in ("ft", "er", "lucir", "wa", "bic", "il2m")]
-    drawn = figure(records, title="SCALE $0.1$")
-    assert drawn.get_suptitle() == r"SCALE \$0.1\$" and len([axes for axes in drawn.axes if axes.lines]) == 6
-    assert figure(records).get_suptitle() == ""
+@pytest.mark.parametrize("methods", [("ft", "er", "lucir", "wa", "bic", "il2m"), ("ft",)])
+def test_the_figure_of_scaled_runs_says_so_over_all_panels(methods: tuple[str, ...]) -> None:
+    drawn = figure([record(UP, method__name=method, train__scale=0.1) for method in methods])
+    assert drawn.get_suptitle().replace("\n", " ") == "SCALE 0.1: a fraction of the epochs."
+    assert len([axes for axes in drawn.axes if axes.lines]) == len(methods)
+    drawn.canvas.draw()
+    assert drawn._suptitle.get_window_extent().width < drawn.bbox.width, "the whole title can be read"
+    assert figure([record(UP, method__name=method) for method in methods]).get_suptitle() == ""
 
 
 def test_long_titles_are_broken_into_lines() -> None:

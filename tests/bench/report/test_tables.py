@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from records import labels, record
 
 from tbbn.bench.engine.forecast import TaskForecast
 from tbbn.bench.report.groups import blocks, groups
+from tbbn.bench.report.page import page
 from tbbn.bench.report.pairs import pairs
 from tbbn.bench.report.table import Table
 from tbbn.bench.report.tables import (
@@ -374,3 +376,11 @@ def test_seeds_are_compared_within_a_block_and_among_finished_runs() -> None:
     table = blocks_table([*both, *other, record(A[:1], "interrupted", seed=7, data__tasks=2)], ("final_accuracy",))
     assert {(0, 3), (2, 3)} == table.bold and table.caption.endswith("is bold.")
     assert blocks_table([record(A), record(B, norm__name="tbbn", seed=1)], ("final_accuracy",)).bold == set()
+
+
+def test_tables_of_scaled_runs_say_so() -> None:
+    runs = [record(A, train__scale=0.1), record(A, seed=1, train__scale=0.25), record(A, norm__name="gn")]
+    line = "SCALE 0.1 and 0.25: a fraction of the epochs."
+    assert summary_table(runs).notes[0] == line and blocks_table(runs).caption.startswith(f"{line} ")
+    assert page({Path("a"): runs[0]}).title == "SCALE 0.1: a fraction of the epochs. digits"
+    assert "SCALE" not in summary_table(runs[2:]).render("text") + blocks_table(runs[2:]).caption

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tbbn.bench.cli.common import Command, run_folders
-from tbbn.bench.cli.train import add_progress_options, train
+from tbbn.bench.cli.common import Command, TimeLimitReached, run_folders
+from tbbn.bench.cli.train import add_progress_options, deadline, train
 from tbbn.errors import UserError, printable, unknown_name
 
 if TYPE_CHECKING:
     from tbbn.bench.engine.record import Record
+    from tbbn.bench.report.table import Table
     from tbbn.bench.runs.pending import PendingRun
     from tbbn.bench.runs.recipe import Axes
     from tbbn.paper.published import PaperTable
@@ -168,43 +172,58 @@ def _show(
     from tbbn.bench.report.plots import figure
     from tbbn.paper.published import compare, members
 
-    stamp = _stamp(args)
     if args.name in FIGURES:
         found = members(table, records, given, rows=rows)
         finished = [record for groups in found.values() for group in groups for record in group.records]
         if not finished:
             raise UserError("no finished run to draw.")
         kind = "accuracy" if args.name == "fig-curves" else "errors"
-        print(stamp + printable(str(save_figure(figure(finished, kind, stamp), folder / f"{args.name}.png"))))
+        print(printable(str(save_figure(figure(finished, kind), folder / f"{args.name}.png"))))
         return
     shown = compare(table, records, given, rows=rows)
-    shown = replace(shown, caption=stamp + shown.caption)
-    if args.format == "csv":  # nothing stands above the header, and every column has a name of its own
+    if args.format == "csv":  # every column has a name of its own
         long = (f"{column} {what}" for column in table.columns for what in ("paper", "ours", "diff."))
-        named = tuple((table.title, *row) for row in shown.rows)
-        shown = replace(shown, header=("table", *shown.header[:2], *long), rows=named, align="l" + shown.align)
-    print(f"{stamp}{table.title}\n", file=sys.stderr if args.format == "csv" else sys.stdout)
-    print(shown.render(args.format) + "\n" * (args.format != "csv"))
+        shown = replace(shown, header=(*shown.header[:2], *long))
+    _print_table(shown, args.format)
 
 
-def _stamp(args: argparse.Namespace) -> str:
-    return f"SCALE {args.scale:g}: a fraction of the epochs; not the paper's experiment. " if args.scale != 1 else ""
+def _print_table(table: Table, form: str) -> None:
+    """What programs read has its caption inside: LaTeX its own, CSV a column."""
+    if form == "csv":
+        rows = tuple((table.caption, *row) for row in table.rows)
+        table = replace(table, header=("table", *table.header), rows=rows, align="l" + table.align)
+    print(f"{printable(table.caption)}\n", file=sys.stderr if form in ("csv", "latex", "tex") else sys.stdout)
+    print(table.render(form) + "\n" * (form != "csv"))
 
 
 def _oracle(args: argparse.Namespace, folders: list[Path], out: Path) -> None:
     from tbbn.paper import oracle
 
     pairs = oracle.pairs(folders)
-    title = f"{_stamp(args)}{oracle.title(next(iter(pairs.values()))[0])}"
-    seeds = []
-    for seed, (fine_tuned, joint) in pairs.items():
-        if not args.quiet:
-            print(f"seed {seed}: new statistics, then new affine parameters, from all training data", file=sys.stderr)
-        seeds.append(oracle.oracle(fine_tuned, joint))
-    out.mkdir(parents=True, exist_ok=True)
+    title = oracle.title(next(iter(pairs.values()))[0])
+    progress = _OracleProgress(args)
+    seeds = [oracle.outcome(*pair, out, progress.of_seed(seed)) for seed, pair in pairs.items()]
+    _print_table(oracle.accuracy_table(seeds, title), args.format)
     picture = oracle.figure(seeds, out / "fig-oracle.png", title)
-    print(oracle.accuracy_table(seeds, title).render(args.format) + "\n")
-    print(printable(f"figure: {picture}"))
+    print(printable(f"figure: {picture}"), file=sys.stderr)
+
+
+class _OracleProgress:
+    """Says where the oracle experiment is, at most every ten seconds, and ends it at the time limit."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.quiet, self.end, self.said = args.quiet, deadline(args), -math.inf
+
+    def of_seed(self, seed: int) -> Callable[[str], None]:
+        return lambda where: self(f"seed {seed}: {where}")
+
+    def __call__(self, where: str) -> None:
+        now = time.monotonic()
+        if now >= self.end:
+            raise TimeLimitReached
+        if not self.quiet and now >= self.said + 10:
+            print(where, file=sys.stderr)
+            self.said = now
 
 
 def _toy(out: Path) -> int:

@@ -214,7 +214,7 @@ def train(
     from tbbn.bench.runs.interrupt import stop_on_signal
 
     lanes = _lanes(args.lanes)
-    end = time.monotonic() + parse_duration(args.time_limit) if args.time_limit else math.inf
+    end = deadline(args)
     if not args.quiet and must_compile_kernels(runs):
         print("compiling GPU kernels at their first use: the first step may take half a minute", file=sys.stderr)
     with (
@@ -239,6 +239,13 @@ def train(
             raise TimeLimitReached from None
     states = {record.status for record in records}
     return EXIT_FAILED if "failed" in states else EXIT_DIVERGED if "diverged" in states else 0, records
+
+
+def deadline(args: argparse.Namespace) -> float:
+    """When ``--time-limit`` ends; the same moment however often a command asks."""
+    if not hasattr(args, "end"):
+        args.end = time.monotonic() + parse_duration(args.time_limit) if args.time_limit else math.inf
+    return float(args.end)
 
 
 def _print_results(runs: list[PendingRun], records: list[Record], folder: Path, as_json: bool) -> None:

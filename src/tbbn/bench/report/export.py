@@ -14,7 +14,7 @@ from tbbn.errors import printable
 
 Runs = Mapping[Path, Record]  # by folder
 _NAMES = (
-    "directory", "label", "method", "norm", "data", "protocol", "keep", "seed", "class_order_seed", "status"
+    "directory", "label", "method", "norm", "data", "protocol", "keep", "scale", "seed", "class_order_seed", "status"
 )  # fmt: skip
 
 
@@ -52,7 +52,8 @@ def runs_csv(runs: Runs, metrics: Sequence[str] = ()) -> str:
 
 def _names(folder: Path, record: Record) -> dict[str, Any]:
     config = record.run_config
-    scenario = (config.data.name, config.protocol, config.train.keep, config.seed, config.data.class_order_seed)
+    train = (config.train.keep, config.train.scale)
+    scenario = (config.data.name, config.protocol, *train, config.seed, config.data.class_order_seed)
     values = (str(folder), config.label, *config.names, *scenario, record.status)
     return dict(zip(_NAMES, values, strict=True))
 

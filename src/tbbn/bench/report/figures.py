@@ -79,7 +79,7 @@ def figure_of(panels: Sequence[Panel], title: str = "") -> Figure:
     if not panels:
         grid[0].text(0.5, 0.5, "nothing to draw", ha="center")
     if title:
-        figure.suptitle(literal(title), fontsize=10)
+        figure.suptitle(wrapped(title, round(10 * width * columns)), fontsize=10)
     return figure
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tbbn.bench.config import NormChoice, RunConfig, SaveConfig, flatten, to_dict
@@ -82,6 +82,12 @@ def blocks(found: Sequence[Group]) -> list[list[Group]]:
     for group in found:
         together.setdefault(group.apart_from_norm, []).append(group)
     return list(together.values())
+
+
+def stamp(configs: Iterable[RunConfig]) -> str:
+    """What begins every table and figure of runs that trained a fraction of their epochs; nothing for others."""
+    scales = sorted({config.train.scale for config in configs} - {1.0})
+    return f"SCALE {' and '.join(f'{scale:g}' for scale in scales)}: a fraction of the epochs. " if scales else ""
 
 
 def repeated_note(records: Sequence[Record], found: Sequence[Group]) -> list[str]:

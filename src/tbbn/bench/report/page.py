@@ -14,7 +14,7 @@ from tbbn.bench.report.curves import accuracy_panels, forgetting_panels, gain_pa
 from tbbn.bench.report.errors import errors_panels, errors_table
 from tbbn.bench.report.export import Runs
 from tbbn.bench.report.figures import Panel, figure_of, save_figure
-from tbbn.bench.report.groups import groups
+from tbbn.bench.report.groups import groups, stamp
 from tbbn.bench.report.matrices import matrix_panels
 from tbbn.bench.report.pairs import pairs, pairs_table
 from tbbn.bench.report.settings import common_table, differences_table, environment_table
@@ -85,7 +85,7 @@ def page(
         Section("environment", "Environment", "", (environment_table(records),)),
         Section("runs", "Runs", "", (_runs_table(runs),)),
     ]  # fmt: skip
-    title = ", ".join(dict.fromkeys(group.config.data.name for group in found))
+    title = stamp(group.config for group in found) + ", ".join(dict.fromkeys(g.config.data.name for g in found))
     shown = [section for section in made if section.asked or section.panels or section.all_tables]
     return Page(printable(title), len(runs), shown)
 

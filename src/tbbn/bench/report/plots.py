@@ -9,7 +9,7 @@ from tbbn.bench.engine.record import Record
 from tbbn.bench.report.curves import accuracy_panels, forgetting_panels, gain_panels
 from tbbn.bench.report.errors import errors_panels
 from tbbn.bench.report.figures import Panel, figure_of
-from tbbn.bench.report.groups import Group, groups
+from tbbn.bench.report.groups import Group, groups, stamp
 from tbbn.bench.report.matrices import matrix_panels
 from tbbn.bench.report.pairs import pairs
 from tbbn.errors import unknown_name
@@ -26,8 +26,9 @@ KINDS: dict[str, Callable[[Sequence[Group]], list[Panel]]] = {
 }
 
 
-def figure(records: Sequence[Record], kind: str = "accuracy", title: str = "") -> Figure:
+def figure(records: Sequence[Record], kind: str = "accuracy") -> Figure:
     """A figure of these runs: accuracy or forgetting after each task, gain over batch norm, accuracy matrices, error types."""
     if kind not in KINDS:
         raise unknown_name("kind of figure", kind, KINDS)
-    return figure_of(KINDS[kind](groups(records)), title)
+    found = groups(records)
+    return figure_of(KINDS[kind](found), stamp(group.config for group in found).strip())

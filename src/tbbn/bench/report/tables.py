@@ -10,7 +10,7 @@ from tbbn.bench.engine.forecast import TaskForecast
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
 from tbbn.bench.report.columns import LOWER_IS_BETTER, SHORT, SYMBOLS, default_metrics, formulas
-from tbbn.bench.report.groups import Group, blocks, groups, repeated_note
+from tbbn.bench.report.groups import Group, blocks, groups, repeated_note, stamp
 from tbbn.bench.report.table import SPREAD, Table
 
 
@@ -48,10 +48,9 @@ def blocks_table(records: Sequence[Record], metrics: Sequence[str] = ()) -> Tabl
             rows.append((*names[: len(stubs) - 1], group.norm, *_cells(group, metrics)))
         ordered += block
     header, rows, align = _with_status(stubs, rows, ordered, metrics)
-    caption = (
-        f"{', '.join(dict.fromkeys(group.config.data.name for group in found))}: mean ± standard deviation over seeds, "
-        "in percent. The best mean of each block is bold"
-    )
+    data = ", ".join(dict.fromkeys(group.config.data.name for group in found))
+    caption = f"{stamp(group.config for group in found)}{data}: mean ± standard deviation over seeds, in percent. "
+    caption += "The best mean of each block is bold"
     caption += "." if all(map(_same_seeds, blocks(found))) else ", where all its rows have the same seeds."
     notes = tuple(_notes(records, found, metrics))
     return Table(header, tuple(rows), notes, align, caption, tuple(starts), frozenset(bold))
@@ -97,7 +96,8 @@ def _with_status(
 
 
 def _notes(records: Sequence[Record], found: Sequence[Group], metrics: Sequence[str]) -> list[str]:
-    notes = [*formulas(metrics), f"{SYMBOLS} ±: standard deviation over seeds."]
+    scaled = stamp(group.config for group in found).strip()
+    notes = [*([scaled] if scaled else []), *formulas(metrics), f"{SYMBOLS} ±: standard deviation over seeds."]
     notes += repeated_note(records, found)
     if any(record.skipped for record in records):
         notes.append(skipped_note(records))
