@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tinyrun import SHORT, finish, tiny
 from torch.nn import functional as F
 
+from tbbn.bench.analysis import figures
 from tbbn.bench.analysis.epochs import EpochScore, kept_by, kept_table, rules_table, score_epochs
 from tbbn.bench.config import to_dict
 from tbbn.bench.engine.events import EpochEnded, Event
@@ -97,6 +99,25 @@ def test_each_rule_keeps_its_epoch_of_each_phase() -> None:
     table = rules_table({"ft + bn": [[*first, *second]]})
     assert "phase" not in table.header, "every task has one"
     assert table.rows[0] == ("ft + bn", "last", "1", "3", "-", "50.0", "50.0") and len(table.rows) == 6
+
+
+def test_a_panel_for_each_norm_shows_the_mean_over_its_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    save = figures.save_figure
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure) or save(figure, path))
+    one = [score(0, 0, 1, 1, right=0.2), score(0, 1, 2, 2, right=0.4), score(1, 0, 1, 1, right=0.6)]
+    two = [score(0, 0, 2, 2, right=0.4), score(0, 1, 1, 1, right=0.8), score(1, 0, 1, 1, right=1.0)]
+    picture = figures.epochs_figure({"ft + bn": [one], "ft + tbbn": [one, two]}, tmp_path / "epochs.png")
+    assert picture.exists()
+    bn, tbbn = drawn[0].axes
+    assert (bn.get_title(), tbbn.get_title()) == ("ft + bn", "ft + tbbn, mean over 2 seeds")
+    lines = {line.get_label(): line for line in tbbn.lines}
+    assert list(lines["new task"].get_ydata()) == pytest.approx([30, 60, 80])
+    # The lowest loss of the first task is at epoch 1 of one seed (20 %), and at epoch 2 of the other (80 %).
+    best = lines["best on the new task"]
+    assert list(best.get_xdata()) == [1.5, 3] and list(best.get_ydata()) == pytest.approx([50, 80])
+    alone = {line.get_label(): line for line in bn.lines}["new task"]
+    assert list(alone.get_ydata()) == pytest.approx([20, 40, 60])
 
 
 def test_kept_epochs_are_read_from_the_history() -> None:

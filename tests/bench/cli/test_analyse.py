@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commandline import TINY, Capture, mistake
@@ -61,13 +63,24 @@ def test_the_choice_of_epoch(runs: Path, tmp_path: Path, capsys: Capture) -> Non
     assert "data.validation is 0" in mistake(capsys, "epochs", *TINY, "--quiet")
 
 
-def test_the_choice_of_epoch_in_every_phase(capsys: Capture) -> None:
+def test_the_choice_of_epoch_of_every_norm_and_phase(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, int] = {}
+
+    def draw(scores: Mapping[str, Sequence[Any]], path: str) -> Path:
+        drawn.update({name: len(seeds) for name, seeds in scores.items()})
+        return Path(path)
+
+    monkeypatch.setattr("tbbn.bench.analysis.figures.epochs_figure", draw)
     words = ("epochs", *TINY, "--data.validation", "0.25", "--norm", "bn,tbbn", "--seeds", "2", "--quiet")
-    assert main((*words, "--method", "eeil(balanced_epochs=1)")) == 0
+    words += ("--method", "eeil(balanced_epochs=1)", "--plot", str(tmp_path / "epochs.png"))
+    assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:5] == ["run", "rule", "task", "phase", "epoch"]
     kept = [line.split("last")[1].split()[:3] for line in lines if " last " in line]
     assert kept == [["1", "train", "1"], ["2", "train", "1"], ["2", "balanced", "1"]] * 2
+    assert list(drawn.values()) == [2, 2] and ["tbbn" in name for name in drawn] == [False, True]
 
 
 def test_the_oracle_figure_is_made_from_two_runs(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tbbn.bench.analysis.drift import LayerDrift
@@ -12,27 +13,39 @@ from tbbn.bench.analysis.epochs import RULES, EpochScore, kept_by
 from tbbn.bench.report.figures import COLOURS, MARKERS, literal, new_figure, save_figure
 
 
-def epochs_figure(name: str, scores: Sequence[EpochScore], path: str | Path) -> Path:
-    """Accuracy on past and new tasks after every epoch of a run, with a mark for what each rule keeps."""
-    figure = new_figure(8.0, 3.6)
-    axes = figure.subplots()
-    place = {id(score): x for x, score in enumerate(scores, 1)}
-    for key, label, colour in (("past", "past tasks", COLOURS[0]), ("new", "new task", COLOURS[1])):
-        heights = [100 * getattr(score, key) for score in scores]
-        axes.plot([*place.values()], heights, color=colour, linewidth=0.9, label=label)
-    for i, rule in enumerate(RULES):
-        kept = kept_by(scores, rule)
-        style: dict[str, Any] = {"color": COLOURS[2 + i], "marker": MARKERS[i], "markersize": 4, "linestyle": ""}
-        axes.plot([place[id(score)] for score in kept], [100 * score.mean for score in kept], label=rule, **style)
-    for x, (before, after) in enumerate(pairwise(scores), 1):
-        if before.task != after.task:
-            axes.axvline(x + 0.5, color="grey", linewidth=0.5)
-    axes.set_xlabel("epochs, task after task; marks: mean over all tasks at the kept epoch")
-    axes.set_ylabel("accuracy (%)")
-    axes.set_title(literal(name), fontsize=10)
-    axes.legend(frameon=False, fontsize=7)
-    axes.grid(alpha=0.3)
+def epochs_figure(scores: Mapping[str, Sequence[Sequence[EpochScore]]], path: str | Path) -> Path:
+    """Accuracy on past and new tasks after every epoch: a panel for each run by name, with its seeds."""
+    figure = new_figure(8.0, 0.6 + 3.0 * len(scores))
+    panels = figure.subplots(len(scores), 1, squeeze=False, sharey=True).flatten()
+    for axes, (name, seeds) in zip(panels, scores.items(), strict=True):
+        _draw_epochs(axes, seeds)
+        title = name if len(seeds) == 1 else f"{name}, mean over {len(seeds)} seeds"
+        axes.set_title(literal(title), fontsize=10)
+        axes.set_ylabel("accuracy (%)")
+        axes.grid(alpha=0.3)
+    panels[0].legend(frameon=False, fontsize=7)
+    panels[-1].set_xlabel("epochs, task after task; marks: mean over all tasks at the kept epoch")
     return save_figure(figure, path)
+
+
+def _draw_epochs(axes: Any, seeds: Sequence[Sequence[EpochScore]]) -> None:
+    """The mean over seeds, each seed as a faint line, and a mark for what each rule keeps: mean epoch, mean accuracy."""
+    x = range(1, len(seeds[0]) + 1)
+    for key, label, colour in (("past", "past tasks", COLOURS[0]), ("new", "new task", COLOURS[1])):
+        curves = [[100 * getattr(score, key) for score in run] for run in seeds]
+        axes.plot(x, [fmean(same) for same in zip(*curves, strict=True)], color=colour, linewidth=0.9, label=label)
+        for curve in curves if len(curves) > 1 else ():
+            axes.plot(x, curve, color=colour, linewidth=0.5, alpha=0.3)
+    places = {id(score): place for run in seeds for place, score in enumerate(run, 1)}
+    for i, rule in enumerate(RULES):
+        kept = list(zip(*(kept_by(run, rule) for run in seeds), strict=True))
+        style: dict[str, Any] = {"color": COLOURS[2 + i], "marker": MARKERS[i], "markersize": 4, "linestyle": ""}
+        epochs = [fmean(places[id(score)] for score in same) for same in kept]
+        axes.plot(epochs, [100 * fmean(score.mean for score in same) for same in kept], label=rule, **style)
+    for place, (before, after) in enumerate(pairwise(seeds[0]), 1):
+        if (before.task, before.phase) != (after.task, after.phase):
+            line = "-" if before.task != after.task else ":"
+            axes.axvline(place + 0.5, color="grey", linewidth=0.5, linestyle=line)
 
 
 def drift_figure(labels: Sequence[str], drifts: Sequence[Sequence[LayerDrift]], path: str | Path) -> Path:

@@ -140,8 +140,7 @@ def _epochs(args: argparse.Namespace) -> int:
             found = score_epochs(run.config, on_event=lambda event, run=run: progress.event(run, event))  # type: ignore[misc]
             scores.setdefault(run.config.label, []).append(found)
             entries.append({"run": run.config.label, "seed": run.config.seed, "epochs": list(map(asdict, found))})
-    first = runs[0].config.label
-    picture = epochs_figure(first, scores[first][0], args.plot) if args.plot else None
+    picture = epochs_figure(scores, args.plot) if args.plot else None
     print(json.dumps(entries, indent=1) if args.json else rules_table(scores).render(args.format))
     return _say(picture)
 
