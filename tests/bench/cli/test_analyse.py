@@ -91,8 +91,8 @@ def test_the_oracle_figure_is_made_from_two_runs(
     tiny += ("--backbone", "small", "--batch.size", "8", "--batch.augment", "none", "--keep", "last", "--device", "cpu")
     words = ("reproduce", "fig-oracle", *tiny, "--scale", "0.00625", "--seeds", "1", "--quiet", "--lanes", "1")
     assert main(words) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "SCALE 0.00625: a fraction" in out and "update mu, sigma, gamma, beta" in out
-    assert Path(out.split()[-1]).stat().st_size > 1000
+    assert Path(err.split("figure: ")[1].strip()).stat().st_size > 1000
     assert main((*words, "--from", "runs")) == 0 and capsys.readouterr().out == out
     assert "not for 'digits'; set --data.name" in mistake(capsys, "reproduce", "fig-oracle", "--data", "digits")
