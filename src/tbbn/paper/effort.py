@@ -13,24 +13,34 @@ from tbbn.bench.runs.pending import PendingRun
 from tbbn.bench.runs.state import SMALL
 from tbbn.bench.speed import step_seconds
 
+_ROWS = 64  # of the step that is timed
+
 
 def effort(runs: Sequence[PendingRun], *, measure: bool = True) -> str:
-    """A sentence on the steps, the hours and the disk space of these runs; a step and a network are judged by the first's.
+    """A sentence on the steps, the hours and the disk space of these runs; a network's size is judged by the first's.
 
-    Hours are those of the main phase, one run after another, from the time of a step measured here in a few seconds; methods
-    with a teacher or more phases take longer, runs in parallel on a GPU less.
+    Hours are those of the main phase, one run after another, from the time of a step of 64 rows measured here in a few seconds
+    for each network; methods with a teacher or more phases take longer, runs in parallel on a GPU less.
     """
     config = runs[0].config
     # Seeds and norms change no steps.
     first = {run.config.method: run.config for run in reversed(runs)}
-    of_method = {method: forecast(some).all_steps for method, some in first.items()}
-    steps = sum(of_method[run.config.method] for run in runs)
+    tasks = {method: forecast(some).tasks for method, some in first.items()}
+    steps = sum(task.all_steps for run in runs for task in tasks[run.config.method])
     words = f"{len(runs)} to do, {steps} steps in all"
     if measure:
         device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
-        size = config.data.crop or config.data.size or 32
-        seconds = step_seconds(config.backbone, config.norm.name, config.precision, size, device)
-        words += f", about {duration(steps * seconds)} one after another ({1000 * seconds:.2f} ms a step)"
+        step: dict[str, float] = {}  # seconds, by network
+        seconds = 0.0
+        for run in runs:
+            name, data = run.config.backbone, run.config.data
+            if name not in step:
+                size = data.crop or data.size or 32
+                step[name] = step_seconds(name, run.config.norm.name, run.config.precision, size, device)
+            rows = sum(task.all_steps * (task.current + task.memory) for task in tasks[run.config.method])
+            seconds += step[name] * rows / _ROWS
+        times = ", ".join(f"{1000 * value:.2f} ms" for value in step.values())
+        words += f", about {duration(seconds)} one after another ({times} a step of {_ROWS} rows)"
     state = sum(t.nbytes for t in backbone(config.backbone).state_dict().values())
     kept = 8 + (2 * config.data.tasks if state <= SMALL else 0)  # two checkpoints of a network, its teacher and more
     return f"{words}; at most {_size(len(runs) * kept * state)} on disk."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import sqrt
 from typing import Any
@@ -15,6 +15,7 @@ from tbbn.bench.metrics import FORMULAS
 from tbbn.bench.report.groups import Group, groups, repeated_note, stamp, without_seed
 from tbbn.bench.report.interval import signed
 from tbbn.bench.report.table import Table
+from tbbn.bench.report.tables import best_means
 from tbbn.bench.runs.recipe import Axes, Layer, parse_choice, read_recipe
 from tbbn.errors import UserError, unknown_name
 from tbbn.paper import find_recipe, printed_tables, table_names
@@ -34,6 +35,7 @@ _IDENTITY = (
     "train.epochs", "train.scale", "train.keep",
 )  # fmt: skip
 _SEEDS = ("seed", "data.class_order_seed")
+_FIRST = 2  # columns before the first number's three: the paper's, ours, the difference
 _OURS = " (ours)"  # a row that the paper does not have
 Key = tuple[str, str]  # a row's method and norm
 
@@ -49,6 +51,7 @@ class PaperTable:
     rows: dict[Key, tuple[float, ...]]
     notes: tuple[str, ...] = ()
     backbone: str = ""
+    cost: dict[str, Any] = field(default_factory=dict)  # the device, and by norm what training and testing take
 
     @property
     def recipe(self) -> str:
@@ -59,6 +62,18 @@ class PaperTable:
         path = find_recipe(self.recipe)
         values, axes = read_recipe(path)
         return [(str(path), values), (self.title, {"backbone": self.backbone} if self.backbone else {})], axes
+
+    def cost_notes(self) -> Iterator[str]:
+        """What the paper's norms cost, and beside batch norm."""
+        base = self.cost.get("bn", {})
+        for norm, cost in self.cost.items():
+            if isinstance(cost, dict):
+                more = "" if cost is base else f" ({cost['memory_mib'] / base['memory_mib']:.1f}x)"
+                longer = "" if cost is base else f" ({cost['hours'] / base['hours']:.1f}x)"
+                yield (
+                    f"Cost in the paper ({self.cost['device']}), {norm}: {cost['memory_mib']} MiB{more}, training "
+                    f"{cost['hours']:.1f} h{longer}, {cost['test_seconds']:g} s for a batch in the test."
+                )
 
     def impossible(self) -> Iterator[str]:
         """Rows whose numbers contradict each other: under both definitions F is at least A_l - A_f."""
@@ -127,7 +142,7 @@ def compare(
         (key, i): _departures(recipe[key], group) for key, of_row in found.items() for i, group in enumerate(of_row)
     }
     common = set.intersection(*map(set, departures.values())) if departures else set()
-    cells = []
+    cells, lines = [], list[tuple[str, Group | None]]()
     for key, of_row in found.items():
         printed = table.rows.get(key)
         name = " + ".join(key) + ("" if printed else _OURS)
@@ -136,13 +151,18 @@ def compare(
                 f"{setting}={value}" for setting, value in departures[key, i] if (setting, value) not in common
             )
             cells.append(_row(f"{name} [{own}]" if own else name, table.columns, printed, group.finished))
+            lines.append((key[0], group))
         if missing and not of_row:
             cells.append(_row(name, table.columns, printed, []))
+            lines.append((key[0], None))
     header = ["method + norm", "seeds"]
     for column in table.columns:
         header += [f"{column} paper", "ours", "diff."]
     shown = [" + ".join(key) for key, of_row in found.items() if of_row or missing]
-    notes = [*table.notes, *(note for note in table.impossible() if note.partition(":")[0] in shown)]
+    known = {" + ".join(key) for key in recipe}
+    about = [*table.notes, *table.cost_notes(), *table.impossible()]
+    # A note about a row stands under a table that shows it.
+    notes = [note for note in about if (row := note.partition(":")[0]) not in known or row in shown]
     notes += [FORMULAS[METRICS[column]] for column in table.columns]
     notes.append(
         "ours: mean ± standard deviation over seeds. diff.: ours - paper; = means within two standard errors (three seeds or "
@@ -158,7 +178,19 @@ def compare(
     n_others = sum(len(g.runs) for of_row in members(table, others, settings, rows=rows).values() for g in of_row)
     if n_others:
         notes.append(f"Runs of this table that are not finished, and not counted: {n_others}.")
-    return Table(tuple(header), tuple(cells), tuple(notes), caption=f"{stamp(configs)}{table.title}")
+    return Table(
+        tuple(header), tuple(cells), tuple(notes), caption=f"{stamp(configs)}{table.title}",
+        blocks=tuple(i for i, (method, _) in enumerate(lines) if not i or method != lines[i - 1][0]),
+        bold=frozenset(_bold(lines, [METRICS[column] for column in table.columns])),
+    )  # fmt: skip
+
+
+def _bold(lines: Sequence[tuple[str, Group | None]], metrics: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """The cells with the best of our means among the rows of a method; ``lines`` has the method and the runs of each row."""
+    for method in dict.fromkeys(method for method, _ in lines):
+        block = [(i, group) for i, (name, group) in enumerate(lines) if name == method and group is not None]
+        for row, metric in best_means([group for _, group in block], metrics):
+            yield block[row][0], _FIRST + 3 * metric + 1
 
 
 def members(

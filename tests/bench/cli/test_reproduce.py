@@ -103,7 +103,19 @@ def test_the_steps_of_all_methods_are_announced(
     words = [word for word in TINY if word != "--quiet"]
     assert main(("reproduce", "fig-oracle", *words, "--norm", "bn", "--train.epochs", "1", "--dry-run")) == 0
     # Fine-tuning: 24 images in 3 steps, then in 4 beside the memory. Joint training: 3 steps, then 48 images in 6.
-    assert "4 to do, 32 steps in all, about 32.0 s one after another" in capsys.readouterr().err
+    # Each step has 8 rows, and one of 64 takes a second.
+    assert "4 to do, 32 steps in all, about 4.0 s one after another" in capsys.readouterr().err
+
+
+def test_the_time_counts_each_network_and_the_rows_of_its_batches(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tbbn.paper.effort.step_seconds", lambda name, *rest: {"resnet32": 1.0}.get(name, 2.0))
+    words = ("--seeds", "1", "--norm", "bn", "--data.stop_after", "1", "--scale", "0.00625", "--dry-run")
+    assert main(("reproduce", "table2", "--method", "ft,podnet", *words)) == 0
+    # One task and one epoch: 4500 images in 70 batches of 64, and 5000 in 39 of 128, on a network of its own.
+    assert "about 3 min 46 s one after another (1000.00 ms, 2000.00 ms a step of 64 rows)" in capsys.readouterr().err
 
 
 def test_a_folder_is_named_by_network_kept_epoch_and_scale() -> None:

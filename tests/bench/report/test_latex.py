@@ -100,11 +100,18 @@ def test_blocks_bold_type_and_caption() -> None:
     ]
 
 
+def test_only_a_table_of_many_columns_is_made_as_wide_as_the_text() -> None:
+    nine, ten = (Table(tuple("abcdefghij"[:n]), (("1",) * n,)).render("tex").split("\n") for n in (9, 10))
+    assert nine[0].startswith(r"\begin{tabular}") and nine[-1] == r"\end{tabular}"
+    assert ten[0] == r"\resizebox{\linewidth}{!}{%" and ten[1].startswith(r"\begin{tabular}") and ten[-1] == "}"
+
+
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
 def test_the_tables_compile(tmp_path: Path) -> None:
     records = [record([[1.0], [0.5, 0.9]], sizes=[3, 1], data__name=name) for name in HOSTILE]
-    body = "\n\n".join([hostile_table().render("tex"), blocks_table(records).render("tex")])
-    preamble = r"\documentclass{article}\usepackage{booktabs}\usepackage[landscape,a3paper]{geometry}"
+    wide = Table(tuple("abcdefghij"), (tuple("1" * 10),), caption="Ten columns")
+    body = "\n\n".join([hostile_table().render("tex"), blocks_table(records).render("tex"), wide.render("tex")])
+    preamble = r"\documentclass{article}\usepackage{booktabs,graphicx}\usepackage[landscape,a3paper]{geometry}"
     (tmp_path / "t.tex").write_text(preamble + "\n\\begin{document}\n" + body + "\n\\end{document}\n")
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-no-shell-escape", "t.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)

@@ -21,6 +21,9 @@ _ESCAPED = {
 }
 
 
+_WIDE = 9  # more columns do not fit between the margins of most papers
+
+
 def escape(text: str) -> str:
     """The text as LaTeX prints it. Signs that a font may not have are spelt out.
 
@@ -58,7 +61,10 @@ def render(
     blocks: Collection[int] = (),
     bold: Collection[tuple[int, int]] = (),
 ) -> str:
-    """A ``tabular``; with a caption inside a ``table``. A rule stands before each row in ``blocks`` but the first."""
+    """A ``tabular``; with a caption inside a ``table``. A rule stands before each row in ``blocks`` but the first.
+
+    A table of many columns is made as wide as the text, by graphicx.
+    """
     lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", _line(map(title, header)), r"\midrule"]
     for i, row in enumerate(rows):
         if i and i in blocks:
@@ -66,6 +72,8 @@ def render(
         cells = (rf"\textbf{{{escape(c)}}}" if (i, j) in bold else escape(c) for j, c in enumerate(row))
         lines.append(_line(cells))
     lines += [r"\bottomrule", r"\end{tabular}"]
+    if len(header) > _WIDE:
+        lines = [r"\resizebox{\linewidth}{!}{%", *lines, "}"]
     if not caption:
         return "\n".join(lines)
     return "\n".join([r"\begin{table}[t]", r"\centering", rf"\caption{{{escape(caption)}}}", *lines, r"\end{table}"])

@@ -42,7 +42,7 @@ def blocks_table(records: Sequence[Record], metrics: Sequence[str] = ()) -> Tabl
     starts, bold, ordered = [], set(), []
     for block in blocks(found):
         starts.append(len(rows))
-        bold |= {(len(rows) + i, len(stubs) + 1 + j) for i, j in _best(block, metrics)}
+        bold |= {(len(rows) + i, len(stubs) + 1 + j) for i, j in best_means(block, metrics)}
         for i, group in enumerate(block):
             names = ("", "") if i else (group.method, group.detail)
             rows.append((*names[: len(stubs) - 1], group.norm, *_cells(group, metrics)))
@@ -62,7 +62,7 @@ def _cells(group: Group, metrics: Sequence[str]) -> tuple[str, ...]:
     return str(len(values)), *(percent([v[m] for v in values]) if values else "-" for m in metrics)
 
 
-def _best(block: Sequence[Group], metrics: Sequence[str]) -> list[tuple[int, int]]:
+def best_means(block: Sequence[Group], metrics: Sequence[str]) -> list[tuple[int, int]]:
     """Row and metric of the best means of a block; those printed alike are best together. None where seeds differ."""
     values = [[record.metrics for record in group.finished] for group in block]
     if not _same_seeds(block):
