@@ -107,7 +107,7 @@ def run(
     if log and out is None:
         raise UserError("tbbn.run: log needs a folder for the runs; set out, such as out='runs/mine'.")
     runs = expand(layers, axes, folder)
-    check_used(given, runs[0].config)
+    check_used(given, [run.config for run in runs])
     with run_progress(runs, quiet) as progress:
         if out is None:
             return Results(_in_memory(runs, lanes, progress, source))

@@ -85,4 +85,27 @@ def test_what_cannot_run_is_one_line_before_anything_is_done(layer: dict[str, An
     ],
 )
 def test_a_setting_that_the_run_reads_may_be_asked_for(asked: str, others: dict[str, Any]) -> None:
-    check_used([asked], resolve(("test", others)))
+    check_used([asked], [resolve(("test", others))])
+
+
+LUCIR: dict[str, Any] = {"quirks": ["relu-after-layer4"], "method.name": "lucir", "protocol": "paper"}
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({**LUCIR, "data.name": "tiny-imagenet"}, "it is for method lucir and data set imagenet100 or dissimilar"),
+        ({**LUCIR, "data.name": "imagenet100", "backbone": "resnet34"}, "and sets backbone = 'resnet18-lucir'"),
+        ({"quirks": ["no-affine"], "norm.name": "tbbn"}, r"'no-affine' changes none .* for norm in or gn, and sets"),
+        ({"quirks": ["whole-test-batches"], "data.test": "all"}, "for any run, and sets data.test = 'whole-batches'"),
+    ],
+)
+def test_a_quirk_that_changes_no_run_is_refused(others: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_used([], [resolve(("test", others))])
+
+
+def test_a_quirk_may_be_for_one_run_of_several() -> None:
+    of = [resolve(("test", {"quirks": ["no-affine"], "norm.name": norm})) for norm in ("tbbn", "gn")]
+    check_used([], of)
+    check_used([], [resolve(("test", {**LUCIR, "data.name": "imagenet100"}))])

@@ -137,12 +137,14 @@ def _runs(
     table: PaperTable, args: argparse.Namespace, given: dict[str, Any], axes: Axes
 ) -> tuple[list[PendingRun], Path, str]:
     """The runs of a table, their folder and their recipe."""
+    from tbbn.bench.engine.validate import check_used
     from tbbn.bench.runs.pending import check_folders, expand, run_name
     from tbbn.bench.runs.recipe import recipe_text
 
     layers = [*table.layers()[0], ("command line", given)]
     folder = Path(args.out) / _folder_name(table, args)
     runs = expand(layers, axes, folder)
+    check_used(given, [run.config for run in runs])
     if len(runs) == 1:  # in a folder of its own, as the others will be
         runs = [replace(runs[0], directory=folder / run_name(runs[0].config))]
     check_folders(runs)

@@ -141,7 +141,7 @@ def requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, st
         _ask_if_many(axes.n_runs)
     try:
         runs = expand(layers, axes, folder)
-        check_used(given, runs[0].config)
+        check_used(given, [run.config for run in runs])
         return runs, folder, recipe_text(layers, axes)
     except UserError:
         with suppress(OSError):  # the folder's name may be too long

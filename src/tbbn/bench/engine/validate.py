@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 
-from tbbn.bench.config import Choice, RunConfig, check_settings, complete
+from tbbn.bench.config import QUIRKS, Choice, RunConfig, check_settings, complete, flatten, to_dict
 from tbbn.bench.data.augment import augmentation
 from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.sampling import batch_layout
@@ -47,9 +47,12 @@ def check(config: RunConfig) -> RunConfig:
     return config
 
 
-def check_used(asked: Collection[str], config: RunConfig) -> None:
-    """Refuse settings that somebody asked for and that a run with this config would not read."""
-    train = config.train
+def check_used(asked: Collection[str], configs: Sequence[RunConfig]) -> None:
+    """Refuse settings that somebody asked for and that runs with these configs would not read."""
+    for name in configs[0].quirks:
+        if not any(_takes_effect(name, config) for config in configs):
+            raise UserError(_without_effect(name))
+    train = configs[0].train
     schedules = {train.schedule, train.of_task(0).schedule}
     unused = {
         "train.momentum": (train.optimizer != "sgd", f"train.optimizer = {train.optimizer!r}"),
@@ -60,6 +63,21 @@ def check_used(asked: Collection[str], config: RunConfig) -> None:
     for name, (is_unused, reason) in unused.items():
         if name in asked and is_unused:
             raise UserError(f"{name} has no effect with {reason}; leave one of them out.")
+
+
+def _takes_effect(quirk: str, config: RunConfig) -> bool:
+    """Whether the quirk is for this run, and no other setting overrides it."""
+    known, values = QUIRKS[quirk], flatten(to_dict(config))
+    applies = known.applies(config.norm.name, config.method.name, config.data.name)
+    return applies and all(values.get(key) == value for key, value in known.values.items())
+
+
+def _without_effect(quirk: str) -> str:
+    known = QUIRKS[quirk]
+    limits = (("norm", known.norms), ("method", known.methods), ("data set", known.data))
+    of = " and ".join(f"{kind} {' or '.join(names)}" for kind, names in limits if names) or "any run"
+    sets = ", ".join(f"{key} = {value!r}" for key, value in known.values.items())
+    return f"the quirk {quirk!r} changes none of these runs: it is for {of}, and sets {sets}; leave it out, or set that yourself."
 
 
 def _check_training(config: RunConfig) -> None:
