@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("text", "md", "csv", "latex", "json")
 
+_MANY = 10  # pictures take longer than a moment
+
 
 def add(command: Command) -> None:
     line = "Show many runs: a table of mean ± std over seeds, figures, or one HTML page with everything."
@@ -88,6 +90,8 @@ def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list
                 raise UserError(f"--drift takes a number of images from 1 on, got {args.drift}.")
             analyses.append(drift_section(runs, args.drift))
         shown = page(runs, metrics, [_paper(runs)], analyses)
+        if (pictures := sum(len(section.panels) for section in shown.sections)) > _MANY:
+            print(f"drawing {pictures} pictures: some seconds", file=sys.stderr)
         if args.html:
             from tbbn.bench.files import write_atomic
 
