@@ -11,6 +11,7 @@ READY := $(VENV)/.ready
 demo: $(BENCH)
 	$(BIN)/python src/tbbn/accelerators/native/building.py || true
 	$(BIN)/tbbn demo
+	@echo "tbbn is in $(BIN); in this shell: source $(BIN)/activate"
 
 # The C kernel, beside its sources; at once where it is current. Without a C compiler the layer works, slower.
 native: $(READY)

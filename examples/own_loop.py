@@ -2,7 +2,8 @@
 
 Five tasks of two digits each arrive one after another. Ten images of every past class are kept and replayed. The same plain
 PyTorch loop runs twice: with batch norm, then with task-balanced batch norm. It shows how to use the layer, not how much the
-layer gains: on data this small the difference depends on the settings, and batch norm can be ahead.
+layer gains: on data this small the difference depends on the settings, and batch norm can be ahead. The digits come from
+scikit-learn; the layer itself needs torch alone.
 
     python examples/own_loop.py
 """

@@ -135,6 +135,12 @@ def test_a_model_without_a_balanced_layer_is_an_error_with_the_remedy():
     ("arguments", "kind", "message"),
     [
         ({"current": 8, "past_tasks": 1}, UserError, "give both current and memory"),
+        (
+            {"task_ids": [0, 1], "past_tasks": 1},
+            UserError,
+            "give current_task with task_ids: the number of the task being",
+        ),
+        ({"task_ids": [0, 1]}, UserError, "give current_task with task_ids"),
         ({"current": -8, "memory": 4, "past_tasks": 1}, UserError, "current must not be negative, got -8"),
         ({"current": 8, "memory": 4, "past_tasks": -1}, UserError, "past_tasks must not be negative, got -1"),
         (

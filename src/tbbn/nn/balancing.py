@@ -89,6 +89,8 @@ class balance:
                 current_task = whole_number("balance: current_task", current_task)
                 is_memory = _of_other_tasks(ids, current_task)
                 past_tasks = current_task if past_tasks is None else past_tasks
+        elif ids is not None and current is None and memory is None and is_memory is None:
+            raise UserError("balance: give current_task with task_ids: the number of the task being learnt, from 0.")
         if past_tasks is None:
             raise UserError(
                 "balance: give past_tasks, the number of tasks learnt before this one; 0 in the first task."

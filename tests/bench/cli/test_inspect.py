@@ -103,5 +103,28 @@ def test_doctor_says_when_torchvisions_ops_are_missing(
     monkeypatch.setattr(torchvision().extension, "_has_ops", lambda: there)
     assert main(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["environment"]["torchvision"]
-    missing = "; without its compiled ops (models, transforms and data sets still work)"
+    missing = "; of another build than torch: tbbn can use it, but your own import torchvision fails (docs/faq.md)"
     assert re.fullmatch(r"[\d.+a-z]+" + ("" if there else re.escape(missing)), said)
+
+
+def test_show_says_how_many_tasks_were_learnt(tmp_path: Path, capsys: Capture) -> None:
+    data = ("--data", "synthetic:4x12x4x8", "--data.tasks", "2", "--data.stop_after", "1", "--memory.budget", "8")
+    words = (
+        "run",
+        *data,
+        "--train.epochs",
+        "1",
+        "--backbone",
+        "small",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+        "--name",
+        "x",
+        "--quiet",
+    )
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main(("show", str(tmp_path / "x"))) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "ft + bn, synthetic:4x12x4x8, seed 0: finished after 1 of 2 tasks"

@@ -155,7 +155,9 @@ def test_a_file_does_the_same(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     moved.write_text(CODE + "# another\n")
     with temporary(fresh=True):
         error = mistake(capsys, "resume", "runs/filed", "--plugin", "moved.py")
-        assert "runs/filed: the plugin mine.py has changed since this run began; use --name or --overwrite" in error
+        assert (
+            "runs/filed: the plugin mine.py has changed since this run began; use --name, --out or --overwrite" in error
+        )
     moved.write_text(CODE)
     with temporary(fresh=True):
         assert main(["resume", "runs/filed", "--plugin=moved.py", "--quiet"]) == 0

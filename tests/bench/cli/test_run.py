@@ -98,7 +98,7 @@ def test_another_config_in_the_folder_is_refused_unless_overwritten(tmp_path: Pa
     capsys.readouterr()
     line = mistake(capsys, *words, "--train.lr", "0.2")
     there = load_record(tmp_path / "x").run_config.train.lr
-    what = f"holds a run with another config (train.lr = {there!r} there, 0.2 now); use --name or --overwrite."
+    what = f"holds a run with another config (train.lr = {there!r} there, 0.2 now); use --name, --out or --overwrite."
     assert line == f"tbbn: {tmp_path / 'x'}: {what}"
     assert load_record(tmp_path / "x") == before
     assert main([*words, "--train.lr", "0.2", "--overwrite"]) == 0

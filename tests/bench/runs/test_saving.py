@@ -114,7 +114,7 @@ def test_another_config_in_a_folder_is_named_by_three_settings_and_a_number(tmp_
         return str(caught.value)
 
     assert said(seed=3) == (
-        f"{tmp_path}: holds a run with another config (seed = 0 there, 3 now); use --name or --overwrite."
+        f"{tmp_path}: holds a run with another config (seed = 0 there, 3 now); use --name, --out or --overwrite."
     )
     three = said(seed=3, train__epochs=2, batch__size=9)
     assert three.count(" now") == 3 and " more" not in three

@@ -123,7 +123,9 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
         from tbbn.bench.vision import torchvision
 
         if not torchvision().extension._has_ops():
-            facts["torchvision"] += "; without its compiled ops (models, transforms and data sets still work)"
+            facts["torchvision"] += (
+                "; of another build than torch: tbbn can use it, but your own import torchvision fails (docs/faq.md)"
+            )
     except (UserError, ImportError, RuntimeError) as error:
         if "torchvision" not in absent:
             facts["torchvision"] = f"{facts['torchvision']}, cannot be used: {error}"

@@ -54,8 +54,11 @@ def _show(args: argparse.Namespace) -> int:
         print(record.to_json(), end="")
         return 0
     config = record.run_config
-    line = f"{config.label}, {config.data.name}, seed {config.seed}: {record.status} {record.message}"
-    print(printable(line.rstrip()))
+    n_tasks, n_learnt = config.data.tasks, len(record.accuracy)
+    part = f" after {n_learnt} of {n_tasks} tasks" if n_learnt < n_tasks else ""
+    line = f"{config.label}, {config.data.name}, seed {config.seed}: {record.status}{part}"
+    line += f": {record.message}" if record.message else ""
+    print(printable(line))
     for plugin in describe_plugins(record.plugins):
         print(printable(plugin))
     if record.skipped:

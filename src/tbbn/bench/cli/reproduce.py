@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tbbn.bench.cli.common import Command, TimeLimitReached, run_folders
+from tbbn.bench.cli.naming import folder_name
 from tbbn.bench.cli.train import add_progress_options, deadline, train
 from tbbn.errors import UserError, printable, unknown_name
 
@@ -129,8 +130,10 @@ def _axes(table: PaperTable, args: argparse.Namespace) -> Axes:
 
 
 def _folder_name(table: PaperTable, args: argparse.Namespace) -> str:
+    """Recipe, network, kept epoch and scale, and every other setting that was given: other settings are other runs."""
     name = f"{table.recipe}-{table.backbone}" if table.backbone else table.recipe
-    return name + (f"-keep-{args.keep}" if args.keep else "") + (f"-scale-{args.scale:g}" if args.scale != 1 else "")
+    name += (f"-keep-{args.keep}" if args.keep else "") + (f"-scale-{args.scale:g}" if args.scale != 1 else "")
+    return folder_name(name, None, None, args.settings)
 
 
 def _runs(

@@ -87,7 +87,9 @@ def finished_record(run: PendingRun) -> Record | None:
     record = load_or_restore(run.directory)
     there, now = flatten(to_dict(record.run_config)), flatten(to_dict(run.config))
     if changed := _difference(there, now, "there", "now"):
-        raise UserError(f"{run.directory}: holds a run with another config ({changed}); use --name or --overwrite.")
+        raise UserError(
+            f"{run.directory}: holds a run with another config ({changed}); use --name, --out or --overwrite."
+        )
     if record.status != "finished":
         require_plugins(run.config, record.plugins, str(run.directory))
     check_unchanged(run.config, record.plugins, str(run.directory))
