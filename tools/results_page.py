@@ -33,7 +33,7 @@ Made by `make results` from the records in `results/`. Real CIFAR-100, 10 tasks,
 kept. TBBN minus batch norm, in points, with the 95 % interval over seeds:
 
 - Fine-tuning as in the paper, {len(best["A_f"].bn)} seeds: A_a {best["A_a"]}, A_f {best["A_f"]}; the paper's three runs have {_printed("ft", "A_a")} and {_printed("ft", "A_f")}.
-  The gain is clear of 0 {_clear_after(found["best"])}, not at the end.
+  The gain is clear of 0 {_clear_after(found["best"])}.
 - Five other methods, {_seeds_of_others(others)} each: in their mean A_a {numbers.mean_of_methods(others, "A_a")}, A_f {numbers.mean_of_methods(others, "A_f")}. Alone, A_a is clear
   of 0 with {numbers.clear_of_0({m: others.metric(m, "A_a") for m in others.methods})}, A_f with {numbers.clear_of_0({m: others.metric(m, "A_f") for m in others.methods})}.
 - Fine-tuning with the last epoch kept, {len(last["A_f"].bn)} seeds: A_a {last["A_a"]}, A_f {last["A_f"]}. Most of the latter is a weaker bias to the newest
@@ -61,10 +61,13 @@ _COLUMNS = (*measured.METRICS, TASK_KNOWN)
 
 
 def _clear_after(experiment: measured.Measured) -> str:
-    """The tasks after which the gain in mean accuracy is clear of 0."""
+    """The tasks after which the gain in mean accuracy is clear of 0, and whether the last one is among them."""
     tasks = [task + 1 for task in range(10) if experiment.after("ft", task).interval[0] > 0]
-    assert tasks == list(range(tasks[0], tasks[-1] + 1))
-    return f"after tasks {listed(tasks)}"
+    if not tasks:
+        return "after no task"
+    in_a_row = tasks == list(range(tasks[0], tasks[-1] + 1))
+    named = listed(tasks) if in_a_row else ", ".join(map(str, tasks))
+    return f"after {'task' if len(tasks) == 1 else 'tasks'} {named}{'' if 10 in tasks else ', not at the end'}"
 
 
 def _printed(method: str, metric: str) -> str:

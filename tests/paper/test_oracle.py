@@ -104,7 +104,12 @@ def test_an_outcome_is_computed_once_for_the_same_networks_and_not_kept_if_it_wa
     assert oracle.outcome(ft, joint, tmp_path) == found
     (file,) = tmp_path.glob("fig-oracle/*.json")
     file.write_text(file.read_text().replace('"networks": ["', '"networks": ["0'))
+    whole = file.read_text()
     monkeypatch.setattr(oracle, "oracle", lambda *given: {"of": [given[1].name]})
+    for damaged in (whole[:-9], "[]", "{}", '{"networks": 1}'):
+        file.write_text(damaged)
+        assert oracle.outcome(ft, joint, tmp_path) == {"of": ["joint0"]}, damaged
+    file.write_text(whole)
     assert oracle.outcome(ft, joint, tmp_path) == {"of": ["joint0"]}, "of other networks"
     assert oracle.outcome(ft, other, tmp_path) == {"of": ["joint1"]}
 

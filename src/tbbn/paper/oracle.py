@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,9 +87,9 @@ def outcome(fine_tuned: Path, joint: Path, out: Path, watch: Watch = lambda wher
     """What :func:`oracle` gives, from ``out`` if it was computed before for the same networks, and else kept there."""
     networks = [load_record(folder).weights[-1] for folder in (fine_tuned, joint)]
     path = out / "fig-oracle" / f"{networks[0][:16]}-{networks[1][:16]}.json"
-    if path.exists():
+    with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: it is computed again
         found = json.loads(path.read_text())
-        if found.get("networks") == networks and set(found["accuracy"]) == set(PROCEDURES):
+        if found["networks"] == networks and set(found["accuracy"]) == set(PROCEDURES):
             return dict(found["accuracy"])
     accuracy = oracle(fine_tuned, joint, watch)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -96,6 +96,23 @@ def test_mistakes_are_one_line(capsys: Capture) -> None:
     assert "no run here" in mistake(capsys, "reproduce", "table2", "--from", "/nonexistent")
 
 
+def test_a_quirk_must_be_for_one_of_the_rows(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "reproduce",
+        "table1",
+        *TINY[: TINY.index("--norm")],
+        "--seeds",
+        "1",
+        "--quiet",
+        "--quirks",
+        "no-affine",
+        "--dry-run",
+    )
+    assert "'no-affine' changes none of these runs" in mistake(capsys, *words, "--norm", "tbbn")
+    assert main((*words, "--norm", "tbbn,gn")) == 0
+
+
 def test_the_steps_of_all_methods_are_announced(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +197,11 @@ def test_all_parts_of_a_command_share_its_time_limit(
     words = ("reproduce", "fig-oracle", *TINY, "--norm", "bn", "--train.epochs", "1", "--seeds", "7,")
     assert main((*words, "--time-limit", "50s")) == EXIT_TIME_LIMIT
     said = capsys.readouterr()
-    assert said.out == "" and "run the same command again to go on" in said.err
+    assert said.out == ""
+    assert said.err.splitlines()[-1] == (
+        "tbbn: time limit reached, all is saved but what the oracle experiment has of this seed; "
+        "run the same command again to go on."
+    )
     assert main((*words, "--time-limit", "1h")) == 0
     args = Namespace(time_limit="50s")
     first = train.deadline(args)

@@ -20,7 +20,7 @@ CHECKPOINTS = "checkpoint*.safetensors"  # files of a run that may be there with
 
 
 class TimeLimitReached(Exception):
-    """The time of ``--time-limit`` is over; every run has been saved."""
+    """The time of ``--time-limit`` is over. Every run has been saved; the text names what has not."""
 
 
 Call = Callable[[argparse.Namespace], int]

@@ -107,8 +107,9 @@ def _exit_code(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("tbbn: interrupted; run the same command again to resume.", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except TimeLimitReached:
-        print("tbbn: time limit reached, everything is saved; run the same command again to go on.", file=sys.stderr)
+    except TimeLimitReached as limit:
+        saved = str(limit) or "everything is saved"
+        print(f"tbbn: time limit reached, {saved}; run the same command again to go on.", file=sys.stderr)
         return EXIT_TIME_LIMIT
     except BrokenPipeError:
         to_nowhere(sys.stdout)  # the reader is gone; flushing the rest at exit would fail again
