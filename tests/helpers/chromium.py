@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ class Chromium:
         self._answers, answers = os.pipe()
 
         def place() -> None:  # it reads from descriptor 3 and writes to 4
-            high = [os.dup2(fd, 20 + i) for i, fd in enumerate((asks, answers))]
+            high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (asks, answers)]  # free ones, out of the way
             for i, fd in enumerate(high):
                 os.dup2(fd, 3 + i)
 
