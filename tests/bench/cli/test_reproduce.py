@@ -7,6 +7,7 @@ import io
 import re
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commandline import Capture, mistake
@@ -134,6 +135,40 @@ def test_the_time_counts_each_network_and_the_rows_of_its_batches(
     assert main(("reproduce", "table2", "--method", "ft,podnet", *words)) == 0
     # One task and one epoch: 4500 images in 70 batches of 64, and 5000 in 39 of 128, on a network of its own.
     assert "about 3 min 46 s one after another (1000.00 ms, 2000.00 ms a step of 64 rows)" in capsys.readouterr().err
+
+
+def test_what_a_run_has_learnt_is_not_announced_again(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tbbn.bench.engine.step import Step
+
+    real, calls = Step.train, 0
+
+    def interrupted(self: Step, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # in the second task
+            raise KeyboardInterrupt
+        real(self, *arguments)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tbbn.paper.effort.step_seconds", lambda *given: 1.0)
+    words = (
+        "reproduce",
+        "table1",
+        *(word for word in TINY if word != "--quiet"),
+        "--seeds",
+        "1",
+        "--train.epochs",
+        "1",
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(Step, "train", interrupted)
+        assert main(words) == 130
+    capsys.readouterr()
+    assert main((*words, "--dry-run")) == 0
+    # Fine-tuning takes 3 steps, then 4, of 8 rows each.
+    assert "2 to do (1 resumed), 11 steps in all, about 1.4 s one after another" in capsys.readouterr().err
 
 
 def test_a_folder_is_named_by_network_kept_epoch_scale_and_every_other_setting() -> None:
