@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import TINY, Capture, files, mistake
+from commandline import TINY, Capture, files, interrupted, mistake
 from plugin import CODE, WORDS, install
 
 from tbbn.bench.cli.main import main
 from tbbn.bench.config import read_toml
-from tbbn.bench.methods.base import TaskContext
 from tbbn.plugins import temporary
 from tbbn.registry import NORMS
 
@@ -107,19 +106,6 @@ def temporary_absence(site: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(site)])
     sys.modules.pop("striped", None)
     return temporary(fresh=True)
-
-
-def interrupted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run until the second task begins."""
-    from tbbn.bench.methods import Method
-
-    def before_task(self: Method, context: TaskContext) -> None:
-        if context.number:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Method, "before_task", before_task)
-        assert main(words) == 130
 
 
 def test_resuming_without_the_package_names_it(

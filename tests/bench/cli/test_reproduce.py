@@ -7,10 +7,9 @@ import io
 import re
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commandline import Capture, mistake
+from commandline import Capture, interrupted, mistake
 
 from tbbn.bench.cli import reproduce
 from tbbn.bench.cli.common import EXIT_DIVERGED, EXIT_FAILED, EXIT_TIME_LIMIT
@@ -140,33 +139,13 @@ def test_the_time_counts_each_network_and_the_rows_of_its_batches(
 def test_what_a_run_has_learnt_is_not_announced_again(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tbbn.bench.engine.step import Step
-
-    real, calls = Step.train, 0
-
-    def interrupted(self: Step, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 4:  # in the second task
-            raise KeyboardInterrupt
-        real(self, *arguments)
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tbbn.paper.effort.step_seconds", lambda *given: 1.0)
-    words = (
-        "reproduce",
-        "table1",
-        *(word for word in TINY if word != "--quiet"),
-        "--seeds",
-        "1",
-        "--train.epochs",
-        "1",
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr(Step, "train", interrupted)
-        assert main(words) == 130
+    words = [word for word in TINY if word != "--quiet"]
+    words = ["reproduce", "table1", *words, "--seeds", "1", "--train.epochs", "1"]
+    interrupted(words, monkeypatch)
     capsys.readouterr()
-    assert main((*words, "--dry-run")) == 0
+    assert main([*words, "--dry-run"]) == 0
     # Fine-tuning takes 3 steps, then 4, of 8 rows each.
     assert "2 to do (1 resumed), 11 steps in all, about 1.4 s one after another" in capsys.readouterr().err
 
