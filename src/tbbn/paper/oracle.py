@@ -83,7 +83,9 @@ def pairs(folders: Iterable[Path]) -> dict[int, tuple[Path, Path]]:
     return both[0]
 
 
-def outcome(fine_tuned: Path, joint: Path, out: Path, watch: Watch = lambda where: None) -> Accuracies:
+def outcome(
+    fine_tuned: Path, joint: Path, out: Path, watch: Watch = lambda where: None, root: str | None = None
+) -> Accuracies:
     """What :func:`oracle` gives, from ``out`` if it was computed before for the same networks, and else kept there."""
     networks = [load_record(folder).weights[-1] for folder in (fine_tuned, joint)]
     path = out / "fig-oracle" / f"{networks[0][:16]}-{networks[1][:16]}.json"
@@ -91,24 +93,25 @@ def outcome(fine_tuned: Path, joint: Path, out: Path, watch: Watch = lambda wher
         found = json.loads(path.read_text())
         if found["networks"] == networks and set(found["accuracy"]) == set(PROCEDURES):
             return dict(found["accuracy"])
-    accuracy = oracle(fine_tuned, joint, watch)
+    accuracy = oracle(fine_tuned, joint, watch, root)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps({"networks": networks, "accuracy": accuracy}).encode())
     return accuracy
 
 
-def oracle(fine_tuned: Path, joint: Path, watch: Watch = lambda where: None) -> Accuracies:
+def oracle(fine_tuned: Path, joint: Path, watch: Watch = lambda where: None, root: str | None = None) -> Accuracies:
     """The accuracies of the four procedures. Both folders hold a finished run with its last network.
 
-    ``watch`` is told what comes next, before every epoch; it may raise to end the experiment.
+    ``watch`` is told what comes next, before every epoch; it may raise to end the experiment. ``root`` is where the
+    data sets lie here, if not where they lay.
     """
     watch("new statistics from all training data")
-    run = run_after(joint)
+    run = run_after(joint, root=root)
     task = run.scenario.tasks[-1]
     found = {"joint": run.record.accuracy[-1], "ft": load_record(fine_tuned).accuracy[-1]}
     context = run.context(task)  # of joint training: its batches are drawn from all data
     with torch_settings(run.config, run.device):
-        run.network.load_state_dict(run_after(fine_tuned).network.state_dict())
+        run.network.load_state_dict(run_after(fine_tuned, root=root).network.state_dict())
         refresh_statistics(context)
         found["update mu, sigma"] = _accuracy(run)
         retrain_affine(context, PhaseSettings.of(run.config, Phase(), task.number), watch)

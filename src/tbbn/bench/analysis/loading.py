@@ -13,8 +13,11 @@ from tbbn.bench.runs.record import load_record
 from tbbn.errors import UserError
 
 
-def run_after(folder: str | Path, task: int | None = None) -> Run:
-    """The run with the network it had after ``task`` (from 0; default: the last one learnt), in eval mode. Downloads nothing."""
+def run_after(folder: str | Path, task: int | None = None, root: str | None = None) -> Run:
+    """The run with the network it had after ``task`` (from 0; default: the last one learnt), in eval mode. Downloads nothing.
+
+    ``root`` is where the data sets lie here, if not where they lay.
+    """
     directory = Path(folder)
     record = load_record(directory)
     require_plugins(record.run_config, record.plugins, str(directory))
@@ -24,7 +27,7 @@ def run_after(folder: str | Path, task: int | None = None) -> Run:
             f"{directory}: has learnt {len(record.accuracy)} tasks; there is no task {wanted + 1} to look at."
         )
     values, tensors = checkpoint.after_task(directory, wanted + 1)
-    run = Run(same_place(record))
+    run = Run(same_place(record, root))
     weights = {key: tensor.to(run.device) for key, tensor in checkpoint.section(tensors, "network").items()}
     run.network.restore(weights, values["task_sizes"])
     run.network.eval()

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tbbn.bench.cli.common import Command, run_folders
+from tbbn.bench.cli.common import Command, add_data_root, run_folders
 from tbbn.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def add(command: Command) -> None:
     slots.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
     slots.add_argument("--batches", type=int, default=20, metavar="N", help="training batches to try (default: 20)")
     for made in (drift, slots):
+        add_data_root(made)
         made.add_argument("--task", type=int, metavar="N", help="look at the network after task N (default: the last)")
     line = "Train, score the network after every epoch, and show which epoch each rule would keep."
     epochs = command(
@@ -89,7 +90,7 @@ def _drift(args: argparse.Namespace) -> int:
     if args.images < 0:
         raise UserError(f"--images must not be negative, got {args.images}.")
     task = None if args.task is None else args.task - 1
-    found = [drift(run_after(folder, task), args.images, args.view) for folder in folders]
+    found = [drift(run_after(folder, task, args.root), args.images, args.view) for folder in folders]
     if len({tuple(layer.layer for layer in layers) for layers in found}) > 1:
         raise UserError("drift: these runs have different layers; compare runs of the same backbone.")
     labels = [folder.name for folder in folders]
@@ -110,7 +111,7 @@ def _slots(args: argparse.Namespace) -> int:
         raise UserError(f"--batches must be at least 1, got {args.batches}.")
     folders = run_folders(args.runs)
     task = None if args.task is None else args.task - 1
-    found = [slots(run_after(folder, task), args.batches) for folder in folders]
+    found = [slots(run_after(folder, task, args.root), args.batches) for folder in folders]
     if args.json:
         print(json.dumps([{"directory": str(f), **asdict(s)} for f, s in zip(folders, found, strict=True)], indent=1))
     else:

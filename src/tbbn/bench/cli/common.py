@@ -42,6 +42,11 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def add_data_root(command: argparse.ArgumentParser) -> None:
+    line = "folder of the data sets, where it is not that of the run"
+    command.add_argument("--data.root", dest="root", metavar="PATH", help=line)
+
+
 def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]:
     """The folders of all runs below those given, each once: those with a record, and those of ``others``."""
     folders: list[Path] = []

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from tbbn.bench.cli.common import Command
+from tbbn.bench.cli.common import Command, add_data_root
 from tbbn.errors import UserError, printable
 
 _IMPORT_EXAMPLE = "tbbn import facil -- --approach lucir --num-tasks 10 --nc-first-task 50 --num-exemplars 2000"
@@ -32,6 +32,7 @@ def add(command: Command) -> None:
         "--out", metavar="FOLDER", type=Path, help="folder to write (default: exports/ and the run's name)"
     )
     made.add_argument("--overwrite", action="store_true", help="replace the export of another run")
+    add_data_root(made)
     made.add_argument("--json", action="store_true", help="print what was written and checked as JSON")
 
 
@@ -40,7 +41,7 @@ def _export(args: argparse.Namespace) -> int:
 
     task = "" if args.task is None else f"-task-{args.task}"
     out = args.out or Path("exports") / f"{args.run.resolve().name}{task}"
-    done = export(args.run, out, task=args.task, overwrite=args.overwrite)
+    done = export(args.run, out, task=args.task, overwrite=args.overwrite, root=args.root)
     if args.json:
         found = {"folder": str(out), "checked": list(done.checked), "not_checked": list(done.not_checked)}
         print(json.dumps(found, indent=1))

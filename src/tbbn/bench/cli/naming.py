@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_LEFT_OUT = ("plugins", "data.root", "data.download")  # long, and rarely what tells two runs apart
+from tbbn.bench.config import PLACE
+
+_LEFT_OUT = ("plugins", *PLACE)  # long, and rarely what tells two runs apart
 _LONGEST = 120  # of a name; a file system takes 255
 
 

@@ -207,7 +207,8 @@ def _oracle(args: argparse.Namespace, folders: list[Path], out: Path) -> None:
     pairs = oracle.pairs(folders)
     title = oracle.title(next(iter(pairs.values()))[0])
     progress = _OracleProgress(args)
-    seeds = [oracle.outcome(*pair, out, progress.of_seed(seed)) for seed, pair in pairs.items()]
+    root = args.settings.get("data.root")
+    seeds = [oracle.outcome(*pair, out, progress.of_seed(seed), root) for seed, pair in pairs.items()]
     _print_table(oracle.accuracy_table(seeds, title), args.format)
     picture = oracle.figure(seeds, out / "fig-oracle.png", title)
     print(printable(f"figure: {picture}"), file=sys.stderr)

@@ -21,6 +21,7 @@ from tbbn.bench.cli.common import (
     EXIT_FAILED,
     Command,
     TimeLimitReached,
+    add_data_root,
     parse_duration,
     run_folders,
 )
@@ -47,6 +48,7 @@ def add(command: Command) -> None:
     line = "Continue interrupted runs, and start the runs of a sweep that had not started."
     resume = command("resume", _resume, line, "tbbn resume runs/demo")
     resume.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
+    add_data_root(resume)
     resume.add_argument("--json", action="store_true", help="print results as JSON")
     add_progress_options(resume, lanes="1")
 
@@ -177,7 +179,7 @@ def _require_plugins(folders: Iterable[Path], *, unfinished: bool = False) -> No
 
 
 def _resume(args: argparse.Namespace) -> int:
-    from tbbn.bench.runs.pending import PendingRun, check_config_file, runs_of_sweeps
+    from tbbn.bench.runs.pending import PendingRun, resumed_config, runs_of_sweeps
     from tbbn.bench.runs.record import RECORD, load_or_restore
 
     _require_plugins(map(Path, args.runs), unfinished=True)
@@ -189,8 +191,8 @@ def _resume(args: argparse.Namespace) -> int:
             runs.append(known[folder])
         else:
             record = load_or_restore(folder)
-            check_config_file(folder, record)
-            runs.append(PendingRun(record.run_config, folder))
+            runs.append(PendingRun(resumed_config(folder, record), folder))
+    runs = [replace(run, config=run.config.at(args.root)) for run in runs]
     return _train(runs, Path(args.runs[0]), args)
 
 

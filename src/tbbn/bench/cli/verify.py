@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tbbn.bench.cli.common import EXIT_FAILED, Command, run_folders
+from tbbn.bench.cli.common import EXIT_FAILED, Command, add_data_root, run_folders
 from tbbn.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def add(command: Command) -> None:
     verify.add_argument("--from-start", action="store_true", help="with --retrain-task: retrain tasks 1 to N")
     line = "do not evaluate the saved networks again (on a CPU it may take minutes)"
     verify.add_argument("--no-evaluation", action="store_true", help=line)
+    add_data_root(verify)
     verify.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -32,11 +33,12 @@ def _verify(args: argparse.Namespace) -> int:
 
     if args.from_start and args.retrain_task is None:
         raise UserError("--from-start needs --retrain-task N.")
-    found = {folder: verify(folder, evaluate=not args.no_evaluation) for folder in run_folders(args.runs)}
+    evaluate = not args.no_evaluation
+    found = {folder: verify(folder, evaluate=evaluate, root=args.root) for folder in run_folders(args.runs)}
     if args.retrain_task is not None:
         for folder, findings in found.items():
             if not any(finding.problem for finding in findings):  # a damaged record has nothing to compare with
-                retrained = _retrain(folder, args.retrain_task - 1, args.from_start)
+                retrained = _retrain(folder, args.retrain_task - 1, args.from_start, args.root)
                 found[folder] = [*_without_losses(findings, args), *retrained]
     if args.json:
         entries = [{"directory": str(f), "findings": [asdict(x) for x in findings]} for f, findings in found.items()]
@@ -83,7 +85,7 @@ def _without_losses(findings: list[Finding], args: argparse.Namespace) -> list[F
     return [replace(f, subject=f"{LOSSES} of other tasks") if f.subject == LOSSES else f for f in findings]
 
 
-def _retrain(folder: Path, task: int, from_start: bool) -> list[Finding]:
+def _retrain(folder: Path, task: int, from_start: bool, root: str | None) -> list[Finding]:
     from tbbn.bench.progress import run_progress
     from tbbn.bench.runs.pending import PendingRun
     from tbbn.bench.runs.record import load_record
@@ -99,4 +101,4 @@ def _retrain(folder: Path, task: int, from_start: bool) -> list[Finding]:
             started = True
             progress.event(run, event)
 
-        return retrain(folder, task, from_start=from_start, on_event=on_event)
+        return retrain(folder, task, from_start=from_start, on_event=on_event, root=root)

@@ -17,9 +17,11 @@ from tbbn.bench.config.resolve import (
     parse_value,
     resolve,
     with_defaults,
+    without_place,
 )
 from tbbn.bench.config.settings import (
     CHOICES,
+    PLACE,
     SECTIONS,
     SETTINGS,
     BatchConfig,
@@ -38,6 +40,7 @@ from tbbn.bench.config.toml import parse_toml, read_toml, to_dict, to_toml
 
 __all__ = [
     "CHOICES",
+    "PLACE",
     "PROTOCOLS",
     "QUIRKS",
     "SECTIONS",
@@ -66,4 +69,5 @@ __all__ = [
     "to_dict",
     "to_toml",
     "with_defaults",
+    "without_place",
 ]

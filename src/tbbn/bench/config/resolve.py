@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tbbn.bench.config.options import default_options
 from tbbn.bench.config.protocols import Values, implied
-from tbbn.bench.config.settings import CHOICES, SECTIONS, SETTINGS, Choice, RunConfig, Setting, inside
+from tbbn.bench.config.settings import CHOICES, PLACE, SECTIONS, SETTINGS, Choice, RunConfig, Setting, inside
 from tbbn.errors import UserError, did_you_mean
 
 Layer = tuple[str, Values]
@@ -79,6 +79,15 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def without_place(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config as dotted names, but for those that say where its data lie.
+
+    >>> without_place({"data": {"name": "digits", "root": "/mnt"}})
+    {'data.name': 'digits'}
+    """
+    return {key: value for key, value in flatten(tree).items() if key not in PLACE}
 
 
 def parse_value(key: str, text: str) -> Any:

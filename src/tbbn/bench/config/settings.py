@@ -10,6 +10,8 @@ from tbbn.bench.config.protocols import OPTIMIZERS, PROTOCOLS, QUIRKS, Values, i
 from tbbn.options import Option
 from tbbn.options import option as setting
 
+# Say where the data lie, not what a run does: a run may go on, and be checked and compared, with other values.
+PLACE = ("data.root", "data.download")
 SCHEDULES = ("multistep", "cosine", "constant")
 _FLOAT = 3.4e38  # weights are float32
 _MANY = 2**20  # a typing error beyond this would fill the memory or never end
@@ -234,6 +236,10 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
+
+    def at(self, root: str | None) -> "RunConfig":
+        """The config with its data in another folder; None leaves them where they are."""
+        return self if root is None else replace(self, data=replace(self.data, root=root))
 
     @property
     def label(self) -> str:

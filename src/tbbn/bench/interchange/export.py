@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tbbn.bench.config import resolve
+from tbbn.bench.config import RunConfig, resolve, without_place
 from tbbn.bench.data.augment import evaluation_view, normalise
 from tbbn.bench.engine.plugins import require_plugins
 from tbbn.bench.engine.record import Record, digest
@@ -58,11 +59,13 @@ class _Scores(nn.Module):
         return self.method.predict(self.network(normalise(images, self.mean, self.std)))
 
 
-def export(run: Path, out: Path, *, task: int | None = None, overwrite: bool = False) -> Exported:
+def export(
+    run: Path, out: Path, *, task: int | None = None, overwrite: bool = False, root: str | None = None
+) -> Exported:
     """Write the network of a run, after its last task or after ``task`` (from 1), into the folder ``out``.
 
     An export of the same run that is there is replaced, one of another run only with ``overwrite``, and any other folder never.
-    A kill leaves the folder as it was, or the new one.
+    A kill leaves the folder as it was, or the new one. ``root`` is where the data sets lie here, if not where they lay.
     """
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
@@ -77,7 +80,7 @@ def export(run: Path, out: Path, *, task: int | None = None, overwrite: bool = F
     trained = load_trained(record, run, after=n_tasks)
     about = _about(record, trained, n_tasks)
     _check_place(out, about, overwrite)
-    images, what = _images(record, trained)
+    images, what = _images(record.run_config.at(root), record.data["shape"], trained)
     scores = _Scores(trained).eval()
     with torch.no_grad():
         wanted = scores(images)
@@ -153,7 +156,7 @@ def _check_place(out: Path, about: dict[str, Any], overwrite: bool) -> None:
         there = _read_about(out)
     except UserError:
         raise UserError(f"{out}: holds something else than an export; choose another folder with --out.") from None
-    if there["config"] != about["config"] and not overwrite:
+    if without_place(there["config"]) != without_place(about["config"]) and not overwrite:
         raise UserError(
             f"{out}: holds the export of another run; choose another folder with --out, or add --overwrite."
         )
@@ -169,9 +172,8 @@ def _read_about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def _images(record: Record, trained: TrainedNetwork) -> tuple[Tensor, str]:
+def _images(config: RunConfig, shape: Sequence[int], trained: TrainedNetwork) -> tuple[Tensor, str]:
     """Images in [0, 1] to compare predictions on: of the test part if it is here and not too large, otherwise random ones."""
-    config = record.run_config
     with suppress(UserError):
         size = outline_source(config).source
         if sum(math.prod(part.images.shape) for part in (size.train, size.test)) <= _DATA_BYTES:
@@ -179,7 +181,6 @@ def _images(record: Record, trained: TrainedNetwork) -> tuple[Tensor, str]:
             if isinstance(stored, Tensor):
                 rows = torch.linspace(0, len(stored) - 1, min(_IMAGES, len(stored))).long()
                 return evaluation_view(stored[rows], crop=trained.crop), f"{len(rows)} test images"
-    shape = record.data["shape"]
     noise = torch.rand(64, *shape, generator=torch.Generator().manual_seed(0))
     return noise, "64 random images (its data is not here)"
 

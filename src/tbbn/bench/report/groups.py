@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tbbn.bench.config import NormChoice, RunConfig, SaveConfig, flatten, to_dict
+from tbbn.bench.config import PLACE, NormChoice, RunConfig, SaveConfig, flatten, to_dict
 from tbbn.bench.engine.record import Record
 
 # Of the settings that distinguish two groups, a label shows these first: they say most.
 _TELLING = ("data.name", "protocol", "train.keep", "train.epochs", "train.scale", "backbone", "train.optimizer")
 # Settings that say where a run was made and what it left, not what it did.
-WHERE = ("device", "threads", "data.root", "data.download", "data.stream", "save.tasks")
+WHERE = ("device", "threads", *PLACE, "data.stream", "save.tasks")
 Seed = tuple[int, int]  # the run's, and that of the class order
 
 

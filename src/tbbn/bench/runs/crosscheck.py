@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbbn.bench.config import RunConfig
+from tbbn.bench.config import RunConfig, without_place
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine import setup
@@ -30,7 +30,7 @@ State = tuple[dict[str, Any], dict[str, Tensor]]  # what checkpoint.read gives
 ENVIRONMENT = ("device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "ranks", "tbbn")
 ROUNDING = 0.01  # the share of predictions that rounding may change in another environment
 
-_SAME = ("config", "data", "class_order", "task_sizes", "skipped", "environment", "plugins")
+_SAME = ("data", "class_order", "task_sizes", "skipped", "environment", "plugins")
 _GROWING = ("accuracy", "task_il", "errors", "exemplars", "splits", "weights", "history", "resumed")
 
 
@@ -60,6 +60,8 @@ def _problem(
     # The checkpoint is written before the record: a run killed in between is one task further.
     if n > len(record.accuracy) + (record.status != "finished"):
         return f"has learnt {n} tasks, the record {len(record.accuracy)}."
+    if without_place(own.config) != without_place(record.config):
+        return "its config differs from the record's."
     for key in _SAME:
         if getattr(own, key) != getattr(record, key):
             return f"its {key} differs from the record's."
@@ -93,9 +95,12 @@ def _position_problem(position: Position, own: Record, totals: list[dict[str, An
     return "" if steps == position.step else f"it counted {steps} steps of the epoch, but is at step {position.step}."
 
 
-def same_place(record: Record) -> RunConfig:
-    """The run's config with its number of threads, on its device if this machine has that; downloads nothing."""
-    config = record.run_config
+def same_place(record: Record, root: str | None = None) -> RunConfig:
+    """The run's config with its number of threads, on its device if this machine has that; downloads nothing.
+
+    ``root`` is where the data sets lie here, if not where they lay.
+    """
+    config = record.run_config.at(root)
     threads = config.threads or int(record.environment.get("threads", 0))
     config = replace(config, threads=threads, data=replace(config.data, download=False))
     try:

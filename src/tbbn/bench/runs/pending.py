@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tbbn.bench.config import RunConfig, Values, flatten, read_toml, resolve, to_dict
+from tbbn.bench.config import PLACE, RunConfig, Values, flatten, read_toml, resolve, to_dict
 from tbbn.bench.engine.plugins import check_unchanged, load_needed_plugins, load_plugins, require_plugins
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.validate import check
@@ -97,15 +97,15 @@ def finished_record(run: PendingRun) -> Record | None:
     return record if is_done else None
 
 
-def check_config_file(directory: Path, record: Record) -> None:
-    """Refuse to resume a run whose ``config.toml`` was edited: the run goes on with the config in its record.
+def resumed_config(directory: Path, record: Record) -> RunConfig:
+    """The config in the record, with the data where ``config.toml`` says; a file with other edits is refused.
 
     A file that is missing or no TOML is written again.
     """
     try:
         edited = read_toml(directory / CONFIG)
     except UserError:
-        return
+        return record.run_config
     known = flatten(to_dict(record.run_config))  # a later version may have more options than the run wrote
     run = {key: known[key] for key in {**flatten(record.config), **edited} if key in known}
     if changed := _difference(run, edited, "in the run", "in the file"):
@@ -113,10 +113,12 @@ def check_config_file(directory: Path, record: Record) -> None:
             f"{directory / CONFIG}: was edited ({changed}), and a run cannot change its config. To resume it, undo the edit "
             f"or delete the file; to train with the file, start a new run: tbbn run {directory / CONFIG} --name NAME."
         )
+    root = edited.get("data.root")
+    return record.run_config.at(root if isinstance(root, str) else None)
 
 
 def _difference(one: Values, other: Values, here: str, there: str) -> str:
-    """The settings in which two configs differ: the first three with both values; empty if none."""
-    changed = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    """The settings in which two configs differ, the place of the data apart: the first three with both values; empty if none."""
+    changed = [key for key in {**one, **other} if key not in PLACE and one.get(key) != other.get(key)]
     shown = [f"{key} = {one.get(key)!r:.40} {here}, {other.get(key)!r:.40} {there}" for key in changed[:3]]
     return "; ".join(shown) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")

@@ -1,8 +1,8 @@
 """Records on disk: what a run leaves in its folder besides checkpoints.
 
 Several files cannot be replaced at one instant, so each has its own checksum: a SHA-256 inside the file
-(:func:`tbbn.bench.files.seal`), or for ``config.toml`` inside the record. The config is written first and never changes;
-predictions are written before the record that counts them.
+(:func:`tbbn.bench.files.seal`), or for ``config.toml`` inside the record. The config is written first, and nothing in it
+changes but the place of the data; predictions are written before the record that counts them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tbbn.bench.config import to_toml
+from tbbn.bench.config import to_toml, without_place
 from tbbn.bench.engine.record import SCHEMA, Record
 from tbbn.bench.files import NO_SEAL, read_limited, seal, seal_problem, write_atomic
 from tbbn.bench.runs import checkpoint, schema
@@ -49,7 +49,7 @@ def update_record(record: Record, directory: Path) -> None:
     except UserError:  # none, or a damaged one
         pass
     else:
-        if there.config == record.config and _knows(there) > _knows(record):
+        if without_place(there.config) == without_place(record.config) and _knows(there) > _knows(record):
             return
     save_record(record, directory)
 

@@ -22,9 +22,17 @@ from tbbn.errors import UserError
 
 
 def retrain(
-    directory: Path, task: int, *, from_start: bool = False, on_event: Callable[[Event], None] | None = None
+    directory: Path,
+    task: int,
+    *,
+    from_start: bool = False,
+    on_event: Callable[[Event], None] | None = None,
+    root: str | None = None,
 ) -> list[Finding]:
-    """Train a task (counted from 0) again, or all tasks up to it, and compare with the record. Writes nothing."""
+    """Train a task (counted from 0) again, or all tasks up to it, and compare with the record. Writes nothing.
+
+    ``root`` is where the data sets lie here, if not where they lay.
+    """
     record = load_record(directory)
     n = len(record.accuracy)
     if not 0 <= task < n:
@@ -32,7 +40,7 @@ def retrain(
         raise UserError(f"{directory}: the run {learnt}; cannot retrain task {task + 1}.")
     require_plugins(record.run_config, record.plugins, str(directory))
     check_unchanged(record.run_config, record.plugins, str(directory))
-    config = same_place(record)
+    config = same_place(record, root)
     run = Run(replace(config, data=replace(config.data, stop_after=task + 1)))
     here = {**run.record.environment}
     findings: list[Finding] = []

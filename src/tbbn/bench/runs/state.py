@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbbn.bench.config import RunConfig, parse_toml, resolve, to_toml
+from tbbn.bench.config import RunConfig, parse_toml, resolve, to_dict, to_toml, without_place
 from tbbn.bench.data.batches import BatchSpec
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.loop import BestEpoch, Run
@@ -89,10 +89,11 @@ def load(run: Run, directory: Path) -> None:
 
 
 def is_of(values: dict[str, Any], config: RunConfig) -> bool:
-    """Whether a state is of a run with this config. An older version may have written it in other words."""
+    """Whether a state is of a run with this config, wherever its data lay. An older version may have used other words."""
     text = values.get("config")
     try:
-        return isinstance(text, str) and resolve(("checkpoint", parse_toml(text))) == config
+        saved = resolve(("checkpoint", parse_toml(text))) if isinstance(text, str) else None
+        return saved is not None and without_place(to_dict(saved)) == without_place(to_dict(config))
     except (ValueError, RecursionError):
         return False
 
@@ -115,6 +116,7 @@ def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where
     _check(run, tensors)
     here = run.record.environment
     run.record = record_from(values["record"], where)
+    run.record.config = {**run.record.config, "data": to_dict(run.config)["data"]}  # the data may lie elsewhere now
     if here not in (run.record.environment, *run.record.resumed):
         run.record.resumed.append(here)
     run.record.predictions = checkpoint.section(tensors, "predictions")

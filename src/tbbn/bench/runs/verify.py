@@ -34,8 +34,8 @@ NOT_CHECKED = (
 RESULTS = "results against the labels"  # the subject of a check that needs the data set
 
 
-def verify(directory: Path, *, evaluate: bool = True) -> list[Finding]:
-    """Check everything in the folder of a run. Needs the data set; trains nothing.
+def verify(directory: Path, *, evaluate: bool = True, root: str | None = None) -> list[Finding]:
+    """Check everything in the folder of a run. Needs the data set, which may lie in another ``root``; trains nothing.
 
     ``evaluate`` also evaluates the saved networks on the test set, which takes as long as the run's own evaluations.
     """
@@ -45,7 +45,7 @@ def verify(directory: Path, *, evaluate: bool = True) -> list[Finding]:
         tree = json.loads(files.record)
         record = record_from(tree, RECORD)
         findings.append(_config(directory / CONFIG, record, tree.get("config_sha256")))
-        findings += _contents(record, files, schema.migrate(tree).get("metrics", {}), evaluate)
+        findings += _contents(record, files, schema.migrate(tree).get("metrics", {}), evaluate, root)
     except Exception as error:
         if isinstance(error, UserError) and not any(finding.problem for finding in findings):
             raise
@@ -97,7 +97,9 @@ def _config(file: Path, record: Record, digest: Any) -> Finding:
     return finding
 
 
-def _contents(record: Record, files: _Files, metrics: dict[str, Any], evaluate: bool) -> Iterator[Finding]:
+def _contents(
+    record: Record, files: _Files, metrics: dict[str, Any], evaluate: bool, root: str | None
+) -> Iterator[Finding]:
     config = record.run_config
     # A record of an earlier version may have fewer metrics; those it has must be right.
     stored = metrics if isinstance(metrics, dict) and metrics else record.metrics
@@ -116,7 +118,7 @@ def _contents(record: Record, files: _Files, metrics: dict[str, Any], evaluate: 
     reason, source = without_data(config), None
     if not reason:
         try:
-            source = load_source(config, download=False)
+            source = load_source(config.at(root), download=False)
         except UserError as error:  # the data set is not here: the rest can be checked all the same
             reason = str(error).rstrip(".")
     if source is None:
