@@ -55,12 +55,13 @@ def four_rows() -> str:
 
 
 def main() -> None:
+    from tbbn.bench.report.figures import save_figure
     from tbbn.paper import toy
 
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "four-rows.svg").write_text(four_rows())
     print(FOLDER / "four-rows.svg")
-    print(toy.plot(toy.toy(), FOLDER / "toy.png"))
+    print(save_figure(toy.figure(toy.toy()), FOLDER / "toy.png"))
 
 
 if __name__ == "__main__":

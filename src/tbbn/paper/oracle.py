@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -31,13 +32,16 @@ from tbbn.bench.engine.torch_settings import torch_settings
 from tbbn.bench.files import write_atomic
 from tbbn.bench.methods import Phase
 from tbbn.bench.models import Output
-from tbbn.bench.report.figures import COLOURS, new_figure, save_figure, wrapped
+from tbbn.bench.report.figures import COLOURS, new_figure, wrapped
 from tbbn.bench.report.groups import stamp, without_seed
 from tbbn.bench.report.tables import Table, percent
 from tbbn.bench.runs.record import load_record
 from tbbn.errors import UserError
 from tbbn.nn.private import AnyBatchNorm
 from tbbn.paper.published import PaperTable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PROCEDURES = ("joint", "ft", "update mu, sigma", "update mu, sigma, gamma, beta")
 DATA = {"cifar100": "CIFAR-100, ResNet-32", "imagenet100": "ImageNet-100, ResNet-18"}  # the paper's: ImageNet-100
@@ -184,7 +188,7 @@ def accuracy_table(seeds: Sequence[Accuracies], title: str) -> Table:
     return Table(header, tuple(rows), notes, caption=title)
 
 
-def figure(seeds: Sequence[Accuracies], path: str | Path, title: str) -> Path:
+def figure(seeds: Sequence[Accuracies], title: str) -> Figure:
     """Accuracy on every task after the last one, and its mean; a bar for each procedure."""
     picture = new_figure(9.0, 3.6)
     axes = picture.subplots()
@@ -201,4 +205,4 @@ def figure(seeds: Sequence[Accuracies], path: str | Path, title: str) -> Path:
     axes.set_title(wrapped(title, 90), fontsize=10)
     axes.grid(alpha=0.3, axis="y")
     picture.legend(frameon=False, fontsize=8, ncols=4, loc="outside lower center")
-    return save_figure(picture, path)
+    return picture

@@ -10,13 +10,17 @@ weight that r* = 8 allows, 0.27.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 import tbbn
-from tbbn.bench.report.figures import new_figure, save_figure
+from tbbn.bench.report.figures import new_figure
+from tbbn.bench.report.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MEANS = torch.tensor([[-4.0, -2.0], [0.0, 3.0], [4.0, -2.0], [9.0, 7.0]])  # of tasks 1 to 4
 SPREADS = torch.tensor([[1.0, 0.6], [0.8, 1.0], [0.7, 0.9], [1.6, 1.8]])
@@ -88,11 +92,11 @@ def toy() -> list[Outcome]:
     return outcomes
 
 
-def plot(outcomes: list[Outcome], path: str | Path) -> Path:
+def figure(outcomes: list[Outcome]) -> Figure:
     """The test rows as each norm sees them, one panel a norm; the cross marks where a balanced mean would be."""
-    figure = new_figure(3.2 * len(outcomes), 3.4)
+    picture = new_figure(3.2 * len(outcomes), 3.4)
     for axes, outcome in zip(
-        figure.subplots(1, len(outcomes), sharex=True, sharey=True, squeeze=False)[0], outcomes, strict=True
+        picture.subplots(1, len(outcomes), sharex=True, sharey=True, squeeze=False)[0], outcomes, strict=True
     ):
         for task, rows in enumerate(outcome.output):
             axes.scatter(rows[:, 0], rows[:, 1], s=6, alpha=0.6, label=f"task {task + 1}")
@@ -102,10 +106,10 @@ def plot(outcomes: list[Outcome], path: str | Path) -> Path:
         axes.plot(*centre, marker="x", color="black", markersize=9)
         axes.set_title(f"{outcome.name}\nmean off by {outcome.mean_error:.2f} sd", fontsize=10)
     axes.legend(fontsize=7, loc="upper left")
-    return save_figure(figure, path)
+    return picture
 
 
-def table(outcomes: list[Outcome]) -> str:
-    lines = ["statistics at test time     mean off by     std off by"]
-    lines += [f"{o.name:24} {o.mean_error:10.2f} sd {100 * o.std_error:12.1f} %" for o in outcomes]
-    return "\n".join(lines)
+def table(outcomes: list[Outcome]) -> Table:
+    rows = tuple((o.name, f"{o.mean_error:.2f}", f"{100 * o.std_error:.1f}") for o in outcomes)
+    header = ("statistics at test time", "mean off, sd", "std off, %")
+    return Table(header, rows, caption="Toy data: how far statistics are from those of four tasks in equal parts.")

@@ -14,6 +14,7 @@ from commandline import Capture, interrupted, mistake
 from tbbn.bench.cli import reproduce
 from tbbn.bench.cli.common import EXIT_DIVERGED, EXIT_FAILED, EXIT_TIME_LIMIT
 from tbbn.bench.cli.main import main
+from tbbn.bench.runs.record import load_record
 from tbbn.paper.oracle import PROCEDURES
 from tbbn.paper.published import find_tables
 
@@ -60,8 +61,6 @@ def test_a_table_is_run_resumed_and_printed_beside_the_papers(
     assert [row["method + norm"] for row in made] == ["ft + bn", "ft + tbbn"] and made[0]["A_l paper"] == "78.79"
     assert 0 <= float(made[1]["A_f ours"]) <= 100 and len(made[0]) >= 2 + 3 * 4
     assert main((*shown, "--memory.budget", "7")) == 0 and "No finished run" in capsys.readouterr().out
-    assert main(("reproduce", "fig-errors", *shown[2:])) == 0
-    assert Path(capsys.readouterr().out.split()[-1]).stat().st_size > 1000
 
 
 def test_one_run_lies_where_it_would_lie_among_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +85,38 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture, monkeypatch: 
 
 def test_the_toy_figure_is_drawn_in_seconds(tmp_path: Path, capsys: Capture) -> None:
     assert main(("reproduce", "fig-toy", "--out", str(tmp_path))) == 0
-    assert "TBBN" in capsys.readouterr().out and (tmp_path / "fig-toy.png").exists()
+    said = capsys.readouterr()
+    assert "\nTBBN " in said.out and said.err == f"figure: {tmp_path}/fig-toy.png\n"
+    assert main(("reproduce", "fig-toy", "--out", str(tmp_path), "--format", "csv")) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["statistics at test time"] for row in rows] == ["batch norm", "continual norm", "TBBN"]
+
+
+def test_figures_of_runs_print_the_numbers_they_draw(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("--scale", "0.0125", *TINY[: TINY.index("--norm")], "--norm", "bn,tbbn", "--seeds", "2", "--quiet")
+    assert main(("reproduce", "fig-errors", *words, "--lanes", "1")) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("SCALE 0.0125: a fraction of the epochs. Table 1")
+    assert "Wrong predictions after the last task by type" in said.out
+    path = Path(said.err.rpartition("figure: ")[2].strip())
+    assert path.name == "fig-errors.png" and path.stat().st_size > 1000
+    records = {norm: [load_record(f) for f in path.parent.glob(f"ft-{norm}-*")] for norm in ("bn", "tbbn")}
+    for norm, of_seeds in records.items():
+        (row,) = (line.split() for line in said.out.splitlines() if line.startswith(f"ft + {norm} "))
+        assert float(row[3]) == round(sum(sum(record.errors[-1].values()) for record in of_seeds) / 2)
+
+    assert main(("reproduce", "fig-curves", *words, "--method", "ft", "--from", "runs", "--format", "csv")) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["method + norm"] for row in rows] == ["ft + bn", "ft + tbbn"]
+    assert all("Table 2" in row["table"] and "Mean accuracy" in row["table"] for row in rows)
+    for row, of_seeds in zip(rows, records.values(), strict=True):
+        assert row["seeds"] == "2"
+        for t in (0, 1):
+            means = [sum(record.accuracy[t]) / (t + 1) for record in of_seeds]
+            assert float(row[f"after {t + 1} %"]) == pytest.approx(50 * sum(means), abs=0.051)
 
 
 def test_mistakes_are_one_line(capsys: Capture) -> None:
@@ -251,12 +281,10 @@ def test_runs_that_are_there_are_shown_with_any_seed_and_drawn_by_row(
     assert len(rows) > 8 and ["bn", "1"] in rows and ["tbbn", "1"] in rows, "seeds that the recipe does not have, too"
     assert main((*shown, "--format", "csv")) == 0
     assert not capsys.readouterr().out.endswith("\n\n")
-    drawn = []
-    monkeypatch.setattr("tbbn.bench.report.plots.figure", lambda records, *rest: drawn.extend(records))
-    monkeypatch.setattr("tbbn.bench.report.figures.save_figure", lambda _, path: path)
     assert main(("reproduce", "fig-errors", *shown[2:], "--norm", "tbbn")) == 0
-    assert re.fullmatch(r"runs/table1-cifar100-keep-last-.*/fig-errors\.png\n", capsys.readouterr().out)
-    assert [record.run_config.norm.name for record in drawn] == ["tbbn"]
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"figure: runs/table1-cifar100-keep-last-.*/fig-errors\.png\n", err)
+    assert [line.split()[2] for line in out.splitlines() if line.startswith("ft + ")] == ["tbbn"]
 
 
 def test_a_method_alone_chooses_its_rows(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ import pytest
 from records import record
 
 from tbbn.bench.engine.record import Record
+from tbbn.bench.report.curves import curves_table
 from tbbn.bench.report.figures import Panel, figure_of, save_figure
+from tbbn.bench.report.groups import groups
 from tbbn.bench.report.plots import KINDS, figure
 from tbbn.errors import UserError
 
@@ -43,6 +45,13 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_one_deviation() -> None:
     assert heights.max() == 100  # 90 + the deviation of 14.1, but no accuracy is above 100
     assert heights.min() == pytest.approx(50 - 100 * statistics.stdev([0.6, 0.4]))
     assert band.get_alpha() < 0.3, "the curves behind it can be seen"
+
+
+def test_the_table_of_the_curves_has_their_numbers() -> None:
+    short = record([[0.9]], norm__name="gn")
+    table = curves_table(groups([record(UP), record(DOWN, seed=1), short]))
+    assert table.header == ("method + norm", "seeds", "after 1 %", "after 2 %")
+    assert table.rows == (("ft + bn", "2", "90.0 ± 14.1", "50.0 ± 14.1"), ("ft + gn", "1", "90.0", "-"))
 
 
 def test_bands_do_not_go_below_zero() -> None:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tbbn.errors import UserError
+from tbbn.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from tbbn.bench.report.table import Table
 
 EXIT_FAILED = 1
 EXIT_MISTAKE = 2
@@ -64,3 +70,12 @@ def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]
     for folder in folders:
         each.setdefault(folder.resolve(), folder)
     return list(each.values())
+
+
+def print_table(table: Table, form: str) -> None:
+    """What programs read has its caption inside: LaTeX its own, CSV a column."""
+    if form == "csv":
+        rows = tuple((table.caption, *row) for row in table.rows)
+        table = replace(table, header=("table", *table.header), rows=rows, align="l" + table.align)
+    print(f"{printable(table.caption)}\n", file=sys.stderr if form in ("csv", "latex", "tex") else sys.stdout)
+    print(table.render(form) + "\n" * (form != "csv"))

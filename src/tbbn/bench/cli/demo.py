@@ -30,6 +30,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _mechanism(folder: Path) -> None:
+    from tbbn.bench.report.figures import save_figure
     from tbbn.paper import toy
 
     outcomes = toy.toy()
@@ -37,8 +38,8 @@ def _mechanism(folder: Path) -> None:
         "1. The mechanism. Four tasks, each a Gaussian; batches hold 48 rows of task 4 and 16 of tasks 1 to 3. How far are a"
     )
     print("   norm's statistics from those of all tasks in equal parts?\n")
-    print(toy.table(outcomes))
-    print(f"\npicture: {toy.plot(outcomes, folder / 'demo' / 'toy.png')}\n")
+    print(toy.table(outcomes).render("text"))
+    print(f"\npicture: {save_figure(toy.figure(outcomes), folder / 'demo' / 'toy.png')}\n")
 
 
 def _digits(folder: Path, args: argparse.Namespace) -> int:

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tbbn.bench.cli.common import Command, TimeLimitReached, run_folders
+from tbbn.bench.cli import paper_figures
+from tbbn.bench.cli.common import Command, print_table, run_folders
 from tbbn.bench.cli.naming import folder_name
-from tbbn.bench.cli.train import add_progress_options, deadline, train
+from tbbn.bench.cli.paper_figures import FIGURES
+from tbbn.bench.cli.train import add_progress_options, train
 from tbbn.errors import UserError, printable, unknown_name
 
 if TYPE_CHECKING:
     from tbbn.bench.engine.record import Record
-    from tbbn.bench.report.table import Table
     from tbbn.bench.runs.pending import PendingRun
     from tbbn.bench.runs.recipe import Axes
     from tbbn.paper.published import PaperTable
-
-FIGURES = {  # the table whose runs a figure shows
-    "fig-toy": "",
-    "fig-oracle": "",
-    "fig-curves": "table2",
-    "fig-errors": "table1",
-}
 
 
 def add(command: Command) -> None:
@@ -65,7 +56,8 @@ def _reproduce(args: argparse.Namespace) -> int:
     if not 0 < args.scale <= 1:
         raise UserError(f"--scale must be above 0 and at most 1, got {args.scale:g}.")
     if args.name == "fig-toy":
-        return _toy(Path(args.out))
+        paper_figures.show(args.name, paper_figures.toy(), Path(args.out), args.format)
+        return 0
     if args.name not in names():
         raise unknown_name("table or figure", args.name, names())
     code = 0
@@ -91,7 +83,7 @@ def _reproduce(args: argparse.Namespace) -> int:
             folders = [run.directory for run in runs]
             code = code or ended  # of the first table that did not go well
         if args.name == "fig-oracle":
-            _oracle(args, folders, folder)
+            paper_figures.show(args.name, paper_figures.oracle(args, folders, folder), folder, args.format)
         else:
             keys = [
                 (method, norm)
@@ -173,69 +165,14 @@ def _show(
     given: dict[str, Any],
     rows: list[tuple[str, str]],
 ) -> None:
-    from tbbn.bench.report.figures import save_figure
-    from tbbn.bench.report.plots import figure
-    from tbbn.paper.published import compare, members
+    from tbbn.paper.published import compare
 
     if args.name in FIGURES:
-        found = members(table, records, given, rows=rows)
-        finished = [record for groups in found.values() for group in groups for record in group.records]
-        if not finished:
-            raise UserError("no finished run to draw.")
-        kind = "accuracy" if args.name == "fig-curves" else "errors"
-        print(printable(str(save_figure(figure(finished, kind), folder / f"{args.name}.png"))))
+        drawn = paper_figures.of_runs(args.name, table, records, given, rows)
+        paper_figures.show(args.name, drawn, folder, args.format)
         return
     shown = compare(table, records, given, rows=rows)
     if args.format == "csv":  # every column has a name of its own
         long = (f"{column} {what}" for column in table.columns for what in ("paper", "ours", "diff."))
         shown = replace(shown, header=(*shown.header[:2], *long))
-    _print_table(shown, args.format)
-
-
-def _print_table(table: Table, form: str) -> None:
-    """What programs read has its caption inside: LaTeX its own, CSV a column."""
-    if form == "csv":
-        rows = tuple((table.caption, *row) for row in table.rows)
-        table = replace(table, header=("table", *table.header), rows=rows, align="l" + table.align)
-    print(f"{printable(table.caption)}\n", file=sys.stderr if form in ("csv", "latex", "tex") else sys.stdout)
-    print(table.render(form) + "\n" * (form != "csv"))
-
-
-def _oracle(args: argparse.Namespace, folders: list[Path], out: Path) -> None:
-    from tbbn.paper import oracle
-
-    pairs = oracle.pairs(folders)
-    title = oracle.title(next(iter(pairs.values()))[0])
-    progress = _OracleProgress(args)
-    root = args.settings.get("data.root")
-    seeds = [oracle.outcome(*pair, out, progress.of_seed(seed), root) for seed, pair in pairs.items()]
-    _print_table(oracle.accuracy_table(seeds, title), args.format)
-    picture = oracle.figure(seeds, out / "fig-oracle.png", title)
-    print(printable(f"figure: {picture}"), file=sys.stderr)
-
-
-class _OracleProgress:
-    """Says where the oracle experiment is, at most every ten seconds, and ends it at the time limit."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.quiet, self.end, self.said = args.quiet, deadline(args), -math.inf
-
-    def of_seed(self, seed: int) -> Callable[[str], None]:
-        return lambda where: self(f"seed {seed}: {where}")
-
-    def __call__(self, where: str) -> None:
-        now = time.monotonic()
-        if now >= self.end:
-            raise TimeLimitReached("all is saved but what the oracle experiment has of this seed")
-        if not self.quiet and now >= self.said + 10:
-            print(where, file=sys.stderr)
-            self.said = now
-
-
-def _toy(out: Path) -> int:
-    from tbbn.paper import toy
-
-    outcomes = toy.toy()
-    print(toy.table(outcomes))
-    print(f"\nfigure: {toy.plot(outcomes, out / 'fig-toy.png')}")
-    return 0
+    print_table(shown, args.format)

@@ -14,6 +14,8 @@ from tbbn.bench.report.figures import Look, Panel, literal
 from tbbn.bench.report.groups import Group, blocks
 from tbbn.bench.report.interval import half_width
 from tbbn.bench.report.pairs import Pair
+from tbbn.bench.report.table import Table
+from tbbn.bench.report.tables import percent
 
 FEW = 5  # more curves than this are not told apart in one panel
 ALONE = 4.4, 3.2  # inches of a panel that has the figure for itself
@@ -67,6 +69,20 @@ def _curve(
 def accuracy_panels(groups: Sequence[Group]) -> list[Panel]:
     """Mean accuracy over the tasks seen so far. A band shows ± one standard deviation over seeds."""
     return _panels(groups, accuracy_after, "mean accuracy (%)", (0, 100), first=1)
+
+
+def curves_table(groups: Sequence[Group]) -> Table:
+    """The numbers of the curves of :func:`accuracy_panels`."""
+    columns = {}
+    for group in groups:
+        runs = [[sum(row) / len(row) for row in record.accuracy] for record in group.drawn]
+        if of_tasks := [percent(values) for values in zip(*runs, strict=False)]:
+            columns[group.label] = str(len(runs)), of_tasks
+    tasks = max((len(of_tasks) for _, of_tasks in columns.values()), default=0)
+    rows = [(label, n, *cells, *["-"] * (tasks - len(cells))) for label, (n, cells) in columns.items()]
+    header = ("method + norm", "seeds", *(f"after {t} %" for t in range(1, tasks + 1)))
+    caption = "Mean accuracy over the tasks seen so far, after each task: mean ± standard deviation over seeds."
+    return Table(header, tuple(rows), caption=caption)
 
 
 def forgetting_panels(groups: Sequence[Group]) -> list[Panel]:

@@ -1,0 +1,102 @@
+"""The figures of ``tbbn reproduce``: of each the numbers it draws, and the picture."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tbbn.bench.cli.common import TimeLimitReached, print_table
+from tbbn.bench.cli.train import deadline
+from tbbn.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from tbbn.bench.engine.record import Record
+    from tbbn.bench.report.table import Table
+    from tbbn.paper.published import PaperTable
+
+FIGURES = {  # the table whose runs a figure shows
+    "fig-toy": "",
+    "fig-oracle": "",
+    "fig-curves": "table2",
+    "fig-errors": "table1",
+}
+
+
+class Drawn(NamedTuple):
+    """A figure, and the table of its numbers."""
+
+    table: Table
+    figure: Figure
+
+
+def toy() -> Drawn:
+    from tbbn.paper import toy
+
+    outcomes = toy.toy()
+    return Drawn(toy.table(outcomes), toy.figure(outcomes))
+
+
+def oracle(args: argparse.Namespace, folders: Sequence[Path], out: Path) -> Drawn:
+    """The oracle experiment on the runs in these folders; ``out`` keeps what was computed."""
+    from tbbn.paper import oracle
+
+    pairs = oracle.pairs(folders)
+    title = oracle.title(next(iter(pairs.values()))[0])
+    progress = _OracleProgress(args)
+    root = args.settings.get("data.root")
+    seeds = [oracle.outcome(*pair, out, progress.of_seed(seed), root) for seed, pair in pairs.items()]
+    return Drawn(oracle.accuracy_table(seeds, title), oracle.figure(seeds, title))
+
+
+def of_runs(
+    name: str, table: PaperTable, records: Sequence[Record], given: dict[str, Any], rows: Sequence[tuple[str, str]]
+) -> Drawn:
+    """Curves or error types of the finished runs in these rows of the paper's table."""
+    from tbbn.bench.report.curves import curves_table
+    from tbbn.bench.report.errors import errors_table
+    from tbbn.bench.report.groups import groups, stamp
+    from tbbn.bench.report.plots import figure
+    from tbbn.paper.published import members
+
+    in_rows = members(table, records, given, rows=rows)
+    finished = [record for of_row in in_rows.values() for group in of_row for record in group.records]
+    if not finished:
+        raise UserError("no finished run to draw.")
+    found = groups(finished)
+    kind, numbers = ("accuracy", curves_table(found)) if name == "fig-curves" else ("errors", errors_table(found))
+    caption = f"{stamp(group.config for group in found)}{table.title}. {numbers.caption}"
+    return Drawn(replace(numbers, caption=caption), figure(finished, kind))
+
+
+def show(name: str, drawn: Drawn, folder: Path, form: str) -> None:
+    """Print the numbers of a figure, and write its picture."""
+    from tbbn.bench.report.figures import save_figure
+
+    print_table(drawn.table, form)
+    print(printable(f"figure: {save_figure(drawn.figure, folder / f'{name}.png')}"), file=sys.stderr)
+
+
+class _OracleProgress:
+    """Says where the oracle experiment is, at most every ten seconds, and ends it at the time limit."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.quiet, self.end, self.said = args.quiet, deadline(args), -math.inf
+
+    def of_seed(self, seed: int) -> Callable[[str], None]:
+        return lambda where: self(f"seed {seed}: {where}")
+
+    def __call__(self, where: str) -> None:
+        now = time.monotonic()
+        if now >= self.end:
+            raise TimeLimitReached("all is saved but what the oracle experiment has of this seed")
+        if not self.quiet and now >= self.said + 10:
+            print(where, file=sys.stderr)
+            self.said = now
