@@ -25,6 +25,14 @@ TINY = (
 )
 
 
+def pictures(said: str) -> list[Path]:
+    """The picture that a figure says it wrote, in two formats."""
+    svg, png = map(Path, re.findall(r"^figure: (.*)$", said, re.MULTILINE))
+    assert (svg.suffix, svg.with_suffix(".png")) == (".svg", png)
+    assert svg.read_text().startswith("<?xml") and png.read_bytes().startswith(b"\x89PNG")
+    return [svg, png]
+
+
 def test_a_table_is_run_resumed_and_printed_beside_the_papers(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +94,7 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture, monkeypatch: 
 def test_the_toy_figure_is_drawn_in_seconds(tmp_path: Path, capsys: Capture) -> None:
     assert main(("reproduce", "fig-toy", "--out", str(tmp_path))) == 0
     said = capsys.readouterr()
-    assert "\nTBBN " in said.out and said.err == f"figure: {tmp_path}/fig-toy.png\n"
+    assert "\nTBBN " in said.out and pictures(said.err) == [tmp_path / "fig-toy.svg", tmp_path / "fig-toy.png"]
     assert main(("reproduce", "fig-toy", "--out", str(tmp_path), "--format", "csv")) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["statistics at test time"] for row in rows] == ["batch norm", "continual norm", "TBBN"]
@@ -101,8 +109,8 @@ def test_figures_of_runs_print_the_numbers_they_draw(
     said = capsys.readouterr()
     assert said.out.startswith("SCALE 0.0125: a fraction of the epochs. Table 1")
     assert "Wrong predictions after the last task by type" in said.out
-    path = Path(said.err.rpartition("figure: ")[2].strip())
-    assert path.name == "fig-errors.png" and path.stat().st_size > 1000
+    path = pictures(said.err)[0]
+    assert path.name == "fig-errors.svg"
     records = {norm: [load_record(f) for f in path.parent.glob(f"ft-{norm}-*")] for norm in ("bn", "tbbn")}
     for norm, of_seeds in records.items():
         (row,) = (line.split() for line in said.out.splitlines() if line.startswith(f"ft + {norm} "))
@@ -261,7 +269,7 @@ def test_an_oracle_table_for_programs_is_alone_on_standard_output_and_names_its_
     words = ("reproduce", "fig-oracle", *TINY, "--norm", "bn", "--scale", "0.01", "--seeds", "7,", "--format", form)
     assert main(words) == 0
     said = capsys.readouterr()
-    assert "figure: " in said.err and "figure: " not in said.out
+    assert pictures(said.err)[0].name == "fig-oracle.svg" and "figure: " not in said.out
     assert "SCALE 0.01: a fraction of the epochs. Oracle experiment" in said.out
     if form == "csv":
         rows = list(csv.DictReader(io.StringIO(said.out)))
@@ -283,7 +291,7 @@ def test_runs_that_are_there_are_shown_with_any_seed_and_drawn_by_row(
     assert not capsys.readouterr().out.endswith("\n\n")
     assert main(("reproduce", "fig-errors", *shown[2:], "--norm", "tbbn")) == 0
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"figure: runs/table1-cifar100-keep-last-.*/fig-errors\.png\n", err)
+    assert [path.match("runs/table1-cifar100-keep-last-*/fig-errors.*") for path in pictures(err)] == [True, True]
     assert [line.split()[2] for line in out.splitlines() if line.startswith("ft + ")] == ["tbbn"]
 
 

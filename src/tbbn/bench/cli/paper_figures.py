@@ -77,11 +77,12 @@ def of_runs(
 
 
 def show(name: str, drawn: Drawn, folder: Path, form: str) -> None:
-    """Print the numbers of a figure, and write its picture."""
-    from tbbn.bench.report.figures import save_figure
+    """Print the numbers of a figure, and write its picture as SVG and PNG."""
+    from tbbn.bench.report.figures import save_as_files
 
     print_table(drawn.table, form)
-    print(printable(f"figure: {save_figure(drawn.figure, folder / f'{name}.png')}"), file=sys.stderr)
+    for path in save_as_files(drawn.figure, folder, name):
+        print(printable(f"figure: {path}"), file=sys.stderr)
 
 
 class _OracleProgress:

@@ -99,6 +99,11 @@ def save_figure(figure: Figure, path: str | Path) -> Path:
     return path
 
 
+def save_as_files(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write a figure for print and for the screen: as SVG and as PNG."""
+    return [save_figure(figure, folder / f"{name}.{suffix}") for suffix in ("svg", "png")]
+
+
 def literal(text: str) -> str:
     """Text that matplotlib draws as it is: no formula at a dollar sign, no hidden label at a leading underscore."""
     return "\u200b" * text.startswith("_") + printable(text).replace("$", r"\$")

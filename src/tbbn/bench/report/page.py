@@ -13,7 +13,7 @@ from tbbn.bench.report.cost import cost_table, duration
 from tbbn.bench.report.curves import accuracy_panels, forgetting_panels, gain_panels
 from tbbn.bench.report.errors import errors_panels, errors_table
 from tbbn.bench.report.export import Runs
-from tbbn.bench.report.figures import Panel, figure_of, save_figure
+from tbbn.bench.report.figures import Panel, figure_of, save_as_files
 from tbbn.bench.report.groups import groups, stamp
 from tbbn.bench.report.matrices import matrix_panels
 from tbbn.bench.report.pairs import pairs, pairs_table
@@ -137,8 +137,7 @@ def write_files(shown: Page, folder: Path) -> list[Path]:
     written = []
     for section in shown.sections:
         if section.panels:
-            figure = figure_of(section.panels)
-            written += [save_figure(figure, folder / f"{section.name}.{suffix}") for suffix in ("svg", "png")]
+            written += save_as_files(figure_of(section.panels), folder, section.name)
         for i, table in enumerate(section.all_tables):
             name = f"{section.name}-{i + 1}" if i else section.name
             for suffix in ("tex", "csv"):
