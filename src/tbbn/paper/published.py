@@ -219,6 +219,14 @@ def _of_seeds(records: Sequence[Record], settings: Values | None) -> list[Record
     return [record for record, tree in trees if all(tree[name] == value for name, value in asked.items())]
 
 
+def has_settings(table: PaperTable, record: Record, settings: Values) -> bool:
+    """Whether a run has every one of these settings, given over the table's recipe, whatever its others are."""
+    wanted = _tree(_config([*table.layers()[0], ("settings", settings)], *row_keys(table)[0]))
+    own = _tree(record.run_config)
+    asked = [name for name in settings if name not in _SEEDS]
+    return bool(_of_seeds([record], settings)) and all(own.get(name) == wanted.get(name) for name in asked)
+
+
 def row_keys(table: PaperTable) -> list[Key]:
     """The table's rows: the paper's, then those that only the recipe has."""
     return list(_recipe(table))

@@ -18,11 +18,11 @@ from tbbn.bench.runs.record import load_record
 from tbbn.paper.oracle import PROCEDURES
 from tbbn.paper.published import find_tables
 
-TINY = (
+SETTINGS = (
     *("--data.name", "synthetic:4x12x4x8", "--data.tasks", "2", "--data.validation", "0", "--memory.budget", "8"),
     *("--backbone", "small", "--batch.size", "8", "--batch.augment", "none", "--keep", "last", "--device", "cpu"),
-    *("--norm", "bn,tbbn", "--seeds", "2", "--quiet", "--lanes", "1"),
 )
+TINY = (*SETTINGS, "--norm", "bn,tbbn", "--seeds", "2", "--quiet", "--lanes", "1")
 
 
 def pictures(said: str) -> list[Path]:
@@ -53,7 +53,7 @@ def test_a_table_is_run_resumed_and_printed_beside_the_papers(
     again = capsys.readouterr()
     assert again.out == said.out and "4 runs, 4 finished" in again.err
 
-    shown = ("reproduce", "table1", "--scale", "0.0125", *TINY, "--from", str(folder))
+    shown = ("reproduce", "table1", "--scale", "0.0125", *SETTINGS, "--norm", "bn,tbbn", "--from", str(folder))
     assert main(shown) == 0 and capsys.readouterr().out == said.out
     assert main((*shown, "--norm", "tbbn", "--seeds", "1,")) == 0
     assert [line.split()[2:4] for line in capsys.readouterr().out.splitlines() if line.startswith("ft + ")] == [
@@ -104,7 +104,7 @@ def test_figures_of_runs_print_the_numbers_they_draw(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ("--scale", "0.0125", *TINY[: TINY.index("--norm")], "--norm", "bn,tbbn", "--seeds", "2", "--quiet")
+    words = ("--scale", "0.0125", *SETTINGS, "--norm", "bn,tbbn", "--seeds", "2", "--quiet")
     assert main(("reproduce", "fig-errors", *words, "--lanes", "1")) == 0
     said = capsys.readouterr()
     assert said.out.startswith("SCALE 0.0125: a fraction of the epochs. Table 1")
@@ -134,12 +134,49 @@ def test_mistakes_are_one_line(capsys: Capture) -> None:
     assert "no run here" in mistake(capsys, "reproduce", "table2", "--from", "/nonexistent")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("fig-toy --lanes 2 --keep last", "fig-toy has data of its own and trains nothing; leave out --keep, --lanes."),
+        ("fig-toy --from runs --dry-run", "leave out --from, --dry-run."),
+        ("fig-toy --engine ray --train.lr 1", "leave out --engine."),
+        ("fig-toy --train.lr 1 --backbone small", "reads no setting; leave out --train.lr, --backbone."),
+        ("fig-oracle --method ft", "fig-oracle compares ft and joint; leave out --method."),
+        ("fig-oracle --from runs --lanes 2", "--from trains nothing; leave out --lanes."),
+        ("fig-curves --from runs --time-limit 9m --log none", "--from trains nothing; leave out --time-limit, --log."),
+        ("fig-errors --from runs --dry-run", "--from trains nothing; leave out --dry-run."),
+        ("table1 --from runs --out x", "with --from a table is printed, and nothing is written; leave out --out."),
+        ("fig-curves --format xml", "unknown format 'xml'"),
+    ],
+)
+def test_an_option_that_would_not_be_read_is_a_mistake(words: str, said: str, capsys: Capture) -> None:
+    assert said in mistake(capsys, "reproduce", *words.split())
+
+
+def test_settings_choose_among_the_runs_of_the_oracle_experiment(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("reproduce", "fig-oracle", *SETTINGS, "--seeds", "7,", "--quiet")
+    tables = []
+    for epochs in ("1", "2"):
+        assert main((*words, "--lanes", "1", "--train.epochs", epochs)) == 0
+        tables.append(capsys.readouterr().out)
+    drawn = ("reproduce", "fig-oracle", "--from", "runs", "--time-limit", "9m")
+    assert "differ in more than their seed" in mistake(capsys, *drawn)
+    for epochs, table in zip(("1", "2"), tables, strict=True):
+        assert main((*drawn, "--train.epochs", epochs)) == 0
+        assert capsys.readouterr().out == table
+    for choice in (("--data", "cifar100"), ("--scale", "0.5"), ("--seed", "8"), ("--keep", "best")):
+        assert "needs a finished run of ft" in mistake(capsys, *drawn, *choice)
+
+
 def test_a_quirk_must_be_for_one_of_the_rows(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = (
         "reproduce",
         "table1",
-        *TINY[: TINY.index("--norm")],
+        *SETTINGS,
         "--seeds",
         "1",
         "--quiet",
@@ -280,8 +317,8 @@ def test_runs_that_are_there_are_shown_with_any_seed_and_drawn_by_row(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    settings = [*TINY[: TINY.index("--norm")], "--train.epochs", "1", "--quiet", "--lanes", "1"]
-    assert main(("reproduce", "table1", *settings, "--norm", "bn,tbbn", "--seeds", "7,")) == 0
+    settings = [*SETTINGS, "--train.epochs", "1", "--quiet"]
+    assert main(("reproduce", "table1", *settings, "--lanes", "1", "--norm", "bn,tbbn", "--seeds", "7,")) == 0
     capsys.readouterr()
     shown = ("reproduce", "table1", *settings, "--from", "runs")
     assert main(shown) == 0

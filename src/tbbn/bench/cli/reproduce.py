@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from tbbn.bench.runs.pending import PendingRun
     from tbbn.bench.runs.recipe import Axes
     from tbbn.paper.published import PaperTable
+
+
+_CHOOSING = ("data", "scale", "keep", "method", "norm", "seeds", "records")  # options that say which runs
+# How to train. Not here is --quiet: where there is no progress it is hidden all the same.
+_TRAINING = ("dry_run", "lanes", "time_limit", "log", "engine", "address", "workers", "job")
 
 
 def add(command: Command) -> None:
@@ -40,6 +46,7 @@ def add(command: Command) -> None:
         "--dry-run", action="store_true", help="say what would run, how long and how large; train nothing"
     )
     add_progress_options(made, lanes="auto")
+    made.set_defaults(defaults={name: made.get_default(name) for name in (*_CHOOSING, *_TRAINING, "out")})
 
 
 def names() -> list[str]:
@@ -50,16 +57,20 @@ def names() -> list[str]:
 
 
 def _reproduce(args: argparse.Namespace) -> int:
+    from tbbn.bench.report.table import FORMATS
     from tbbn.bench.runs.record import load_record
-    from tbbn.paper.published import find_tables, row_keys
+    from tbbn.paper.published import find_tables, has_settings, row_keys
 
     if not 0 < args.scale <= 1:
         raise UserError(f"--scale must be above 0 and at most 1, got {args.scale:g}.")
+    if args.name not in names():
+        raise unknown_name("table or figure", args.name, names())
+    if args.format not in (*FORMATS, "tex"):
+        raise unknown_name("format", args.format, FORMATS)  # now, not after hours of training
+    _check_read(args)
     if args.name == "fig-toy":
         paper_figures.show(args.name, paper_figures.toy(), Path(args.out), args.format)
         return 0
-    if args.name not in names():
-        raise unknown_name("table or figure", args.name, names())
     code = 0
     if args.name == "fig-oracle":
         from tbbn.paper.oracle import oracle_table
@@ -73,6 +84,9 @@ def _reproduce(args: argparse.Namespace) -> int:
             folder = Path(args.out) / _folder_name(table, args)
             found = {path: load_record(path) for path in run_folders(args.records)}
             found = {p: r for p, r in found.items() if not args.seeds or r.run_config.seed in axes.seeds}
+            if args.name == "fig-oracle":
+                wanted = {"data.name": args.data} | given if args.data else given
+                found = {path: record for path, record in found.items() if has_settings(table, record, wanted)}
             folders, records = list(found), list(found.values())
         else:
             runs, folder, recipe = _runs(table, args, given, axes)
@@ -92,6 +106,28 @@ def _reproduce(args: argparse.Namespace) -> int:
             ]
             _show(args, table, records, folder, given, keys)
     return code
+
+
+def _check_read(args: argparse.Namespace) -> None:
+    """Refuse options that would not be read: whoever gives one expects an effect."""
+    if args.name == "fig-toy":
+        _refuse(args, (*_CHOOSING, *_TRAINING), "fig-toy has data of its own and trains nothing")
+        if args.settings:
+            raise UserError(f"fig-toy is no run, and reads no setting; leave out --{', --'.join(args.settings)}.")
+    if args.name == "fig-oracle":
+        _refuse(args, ("method",), "fig-oracle compares ft and joint")
+    if args.records:
+        unread = [name for name in _TRAINING if (args.name, name) != ("fig-oracle", "time_limit")]
+        _refuse(args, unread, "--from trains nothing")
+        if args.name not in FIGURES:
+            _refuse(args, ("out",), "with --from a table is printed, and nothing is written")
+
+
+def _refuse(args: argparse.Namespace, names: Iterable[str], reason: str) -> None:
+    given = [name for name in names if getattr(args, name) != args.defaults[name]]
+    if given:
+        options = ", ".join("--from" if name == "records" else f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{reason}; leave out {options}.")
 
 
 def _settings(table: PaperTable, args: argparse.Namespace) -> dict[str, Any]:
