@@ -105,6 +105,38 @@ def test_a_quirk_that_changes_no_run_is_refused(others: dict[str, Any], words: s
         check_used([], [resolve(("test", others))])
 
 
+VALIDATED: dict[str, Any] = {"protocol": "paper", "data.name": "cifar100"}
+QUIRK: dict[str, Any] = {"quirks": ["whole-validation-batches"]}
+LAST, JOINT = "train.keep = 'last'", "method 'joint', which validates on all tasks so far"
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [({"train.keep": "last"}, LAST), ({"method.name": "joint"}, JOINT), ({"protocol": "clean"}, LAST)],
+)
+def test_whole_validation_batches_are_refused_where_no_epoch_is_chosen_by_them(
+    others: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check_used(["quirks"], [resolve(("test", VALIDATED | QUIRK | others))])
+    assert str(caught.value) == (
+        "the quirk 'whole-validation-batches' changes none of these runs: "
+        f"data.validate has no effect with {reason}; leave it out."
+    )
+    with pytest.raises(UserError) as caught:
+        check_used(["data.validate"], [resolve(("test", {**VALIDATED, **others, "data.validate": "whole-batches"}))])
+    assert str(caught.value) == f"data.validate has no effect with {reason}; leave one of them out."
+
+
+def test_whole_validation_batches_may_be_for_one_run_of_several() -> None:
+    given = [QUIRK, {"data.validate": "whole-batches"}]
+    for settings, asked in zip(given, ("quirks", "data.validate"), strict=True):
+        of = [resolve(("test", {**VALIDATED, **settings, "method.name": name})) for name in ("joint", "podnet", "ft")]
+        check_used([asked], of)
+        with pytest.raises(UserError, match=r"changes none of these runs|has no effect"):
+            check_used([asked], of[:2])
+
+
 def test_a_quirk_may_be_for_one_run_of_several() -> None:
     of = [resolve(("test", {"quirks": ["no-affine"], "norm.name": norm})) for norm in ("tbbn", "gn")]
     check_used([], of)

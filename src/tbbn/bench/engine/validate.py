@@ -50,8 +50,15 @@ def check(config: RunConfig) -> RunConfig:
 def check_used(asked: Collection[str], configs: Sequence[RunConfig]) -> None:
     """Refuse settings that somebody asked for and that runs with these configs would not read."""
     for name in configs[0].quirks:
-        if not any(_takes_effect(name, config) for config in configs):
+        taken = [config for config in configs if _takes_effect(name, config)]
+        if not taken:
             raise UserError(_without_effect(name))
+        reasons = [_unread(setting, taken) for setting in QUIRKS[name].values]
+        if all(reasons):
+            raise UserError(f"the quirk {name!r} changes none of these runs: {reasons[0]}; leave it out.")
+    for name in asked:
+        if reason := _unread(name, configs):
+            raise UserError(f"{reason}; leave one of them out.")
     train = configs[0].train
     schedules = {train.schedule, train.of_task(0).schedule}
     unused = {
@@ -63,6 +70,22 @@ def check_used(asked: Collection[str], configs: Sequence[RunConfig]) -> None:
     for name, (is_unused, reason) in unused.items():
         if name in asked and is_unused:
             raise UserError(f"{name} has no effect with {reason}; leave one of them out.")
+
+
+def _validate_unread(config: RunConfig) -> str:
+    """Why the run would not read ``data.validate``."""
+    if config.train.keep != "best":
+        return f"train.keep = {config.train.keep!r}"
+    return f"method {config.method.name!r}, which validates on all tasks so far" if method_of(config).all_data else ""
+
+
+_READERS = {"data.validate": _validate_unread}  # of a setting that not every run reads, why one does not
+
+
+def _unread(name: str, configs: Sequence[RunConfig]) -> str:
+    """Why no run reads this setting, if that is so."""
+    reasons = [_READERS[name](config) if name in _READERS else "" for config in configs]
+    return f"{name} has no effect with {reasons[0]}" if all(reasons) else ""
 
 
 def _takes_effect(quirk: str, config: RunConfig) -> bool:
