@@ -130,6 +130,33 @@ def test_switchable_norm_without_running_statistics():
     close(layer(x), switchable(layer, x))
 
 
+def test_the_running_variance_of_switchable_norm_starts_at_zero_if_asked():
+    plain, x = nn.BatchNorm2d(4).double(), data((12, 4, 3, 2))
+    made = tbbn.SwitchableNorm(4, zero_variance=True, dtype=torch.float64)
+    converted = tbbn.convert(plain, "sn", zero_variance=True)
+    assert tbbn.SwitchableNorm(4).running_var.tolist() == [1] * 4 == tbbn.convert(plain, "sn").running_var.tolist()
+    for layer in (made, converted):
+        assert layer.running_var.tolist() == [0] * 4 == layer.running_mean.tolist()
+        layer(x)
+        # 12 x 6 values a channel; a tenth of their unbiased variance is new.
+        close(layer.running_var, 0.1 * x.transpose(0, 1).flatten(1).var(1))
+        layer.reset_running_stats()
+        assert layer.running_var.tolist() == [0] * 4
+    assert tbbn.SwitchableNorm(4, zero_variance=True, track_running_stats=False).running_var is None
+
+
+def test_a_layer_that_has_seen_batches_keeps_its_variance():
+    plain, x = nn.BatchNorm2d(4).double(), data((12, 4, 3, 2))
+    plain(x)
+    seen = plain.running_var.clone()
+    layer = tbbn.convert(plain, "sn", zero_variance=True)
+    assert torch.equal(layer.running_var, seen) and layer.running_var is plain.running_var
+    from_group_norm = tbbn.convert(tbbn.GroupNorm(4, groups=2), "sn", zero_variance=True)  # which counts no batches
+    assert from_group_norm.running_var.tolist() == [0] * 4
+    meta = tbbn.convert(nn.BatchNorm2d(4, device="meta"), "sn", zero_variance=True)
+    assert meta.running_var.is_meta
+
+
 def test_switchable_norm_keeps_its_digits_off_centre():
     layer, x = tbbn.convert(nn.BatchNorm2d(4), "sn"), data((12, 4, 8, 8)).float() + 1e3
     assert (layer(x) - switchable(layer.double(), x.double())).abs().max() < 1e-3

@@ -183,7 +183,7 @@ OWN_SETTINGS = {
     "bn": {},
     "in": {"num_groups": 32},
     "gn": {"num_groups": 16},
-    "sn": {"unbiased": False},
+    "sn": {"unbiased": False, "zero_variance": False},
     "brn": {"r_max": 3.0, "d_max": 5.0, "eps_on_std": False, "momentum": 0.01},
     "cn": {"groups": 16},
     "tbbn": {"options": PlanOptions(), "output_statistics": False, "sync": False, "process_group": None},

@@ -213,6 +213,7 @@ class SwitchableNorm(AnyDims, AnyBatchNorm):
 
     Means and variances have three softmax weights each. Running statistics are those of the batch part. ``unbiased`` divides the
     instance variance by ``H W - 1``, as the released code of both papers does; the publication divides by ``H W``.
+    ``zero_variance`` starts the running variance at 0, as the released code of the TBBN paper does; batch norm's starts at 1.
     """
 
     @property
@@ -230,11 +231,23 @@ class SwitchableNorm(AnyDims, AnyBatchNorm):
         dtype: Any = None,
         *,
         unbiased: Annotated[bool, Option(help="unbiased instance variance, as in the released code")] = False,
+        zero_variance: Annotated[
+            bool, Option(help="the running variance starts at 0 instead of 1, as in the released code")
+        ] = False,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.mean_weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype))
         self.var_weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype))
         self.unbiased = unbiased
+        self.zero_variance = zero_variance
+        self.reset_running_stats()
+
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        if (
+            getattr(self, "zero_variance", False) and self.running_var is not None
+        ):  # batch norm's constructor resets, too
+            self.running_var.zero_()
 
     def form(self, x: Tensor) -> Mixture | None:
         return None if self.momentum is None else Mixture(self.unbiased)

@@ -207,7 +207,14 @@ def _asked_otherwise(old: Any, options: dict[str, Any]) -> set[str]:
     tracks = getattr(old, "track_running_stats", True)
     if options.get("track_running_stats", tracks) != tracks:
         names |= {"running_mean", "running_var", "num_batches_tracked"}
+    if options.get("zero_variance") and not _has_seen_batches(old):
+        names.add("running_var")
     return names
+
+
+def _has_seen_batches(layer: nn.Module) -> bool:
+    count = getattr(layer, "num_batches_tracked", None)
+    return count is not None and not count.is_meta and bool(count)
 
 
 def _sync_options(norm: str, process_group: Any) -> dict[str, Any]:

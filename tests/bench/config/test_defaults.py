@@ -20,7 +20,7 @@ OF_NORMS: dict[str, dict[str, Any]] = {
     "bn": COMMON,
     "in": PER_SAMPLE,
     "gn": {**PER_SAMPLE, "groups": 16, "channels_per_group": 0},
-    "sn": {**COMMON, "unbiased": False},
+    "sn": {**COMMON, "unbiased": False, "zero_variance": False},
     "brn": {**COMMON, "momentum": 0.01, "r_max": 3.0, "d_max": 5.0, "eps_on_std": False},
     "cn": {**COMMON, "groups": 16},
     "tbbn": {

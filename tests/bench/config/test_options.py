@@ -44,7 +44,7 @@ NORM_OPTIONS: dict[str, dict[str, Any]] = {
     "bn": OWN,
     "in": {"eps": 1e-5, "affine": True},
     "gn": {"eps": 1e-5, "affine": True, "groups": 16, "channels_per_group": 0},
-    "sn": {**OWN, "unbiased": False},
+    "sn": {**OWN, "unbiased": False, "zero_variance": False},
     "brn": {**OWN, "momentum": 0.01, "r_max": 3.0, "d_max": 5.0, "eps_on_std": False},
     "cn": {**OWN, "groups": 16},
     "tbbn": {

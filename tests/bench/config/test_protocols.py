@@ -270,6 +270,7 @@ def test_a_quirk_of_one_method_or_norm_leaves_the_others_alone() -> None:
     assert str(resolve(quirks=["unbalanced-phase"], method="eeil").method) == "eeil(unbalanced_phase=True)"
     assert str(resolve(quirks=["brn-eps-on-std"], norm="brn").norm) == "brn(eps=0.001, eps_on_std=True)"
     assert str(resolve(quirks=["sn-slow-statistics"], norm="sn").norm) == "sn(momentum=0.003, unbiased=True)"
+    assert str(resolve(quirks=["sn-zero-variance"], norm="sn").norm) == "sn(zero_variance=True)"
     assert (
         resolve(quirks=["brn-eps-on-std", "sn-slow-statistics"], norm="tbbn").norm.dict()
         == resolve(norm="tbbn").norm.dict()

@@ -179,6 +179,11 @@ QUIRKS: dict[str, Quirk] = {
         {"norm.momentum": 0.003, "norm.unbiased": True},
         norms=("sn",),
     ),
+    "sn-zero-variance": Quirk(
+        "the running variance of switchable norm starts at 0 instead of 1",
+        {"norm.zero_variance": True},
+        norms=("sn",),
+    ),
     "relu-after-layer4": Quirk(
         "LUCIR on ResNet-18 removes the ReLU after stage 3 and keeps the last one",
         {"backbone": "resnet18-lucir"},
