@@ -42,6 +42,8 @@ def cost_table(groups: Sequence[Group]) -> Table:
     notes = (
         "Time of training, evaluation and choosing exemplars, mean over finished runs. Runs that shared a device in lanes took "
         "longer each. Steps are known where the data set is, and where a method has a single phase.",
+        "Memory is not recorded: the peak of a process is that of all its lanes. On a GPU, tbbn speed measures the peak of a "
+        "step with each norm, relative to batch norm.",
     )
     return Table(header, tuple(rows), notes, "l" + "r" * 6 + "l", "Cost of a run.")
 
