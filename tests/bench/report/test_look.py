@@ -92,9 +92,10 @@ def test_lines_and_colours_repeat_after_the_last_and_lines_then_have_other_marke
 
 def test_five_curves_share_a_panel_and_six_do_not() -> None:
     (alone,) = accuracy_panels(groups(of_norms(5)))
-    assert (alone.title, alone.width, alone.height) == ("digits", 4.4, 3.2)
+    legend = 0.48  # three lines under the axes
+    assert (alone.title, alone.width, alone.height) == ("digits", 4.4, 3.2 + legend)
     panels = accuracy_panels(groups([*of_norms(5), record(UP, method__name="er")]))
-    assert [(p.title, p.width, p.height) for p in panels] == [("ft", 3.6, 2.7), ("er", 3.6, 2.7)]
+    assert [(p.title, p.width, p.height) for p in panels] == [("ft", 3.6, 2.7 + legend), ("er", 3.6, 2.7)]
     assert len(accuracy_panels(groups(of_norms(6)))) == 5
     assert len(gain_panels(pairs(groups(of_norms(6))))) == 1
     assert [p.title for p in gain_panels(pairs(groups(of_norms(7))))] == ["gain over ft + bn"] * 6

@@ -105,6 +105,30 @@ def test_colour_is_the_method_line_the_norm_and_marker_the_rest() -> None:
     assert ft_bn.get_marker() != other.get_marker()
 
 
+@pytest.mark.parametrize("kind", ["accuracy", "forgetting", "gain"])
+@pytest.mark.parametrize("name", ["", "a-data-set-of-a-long-name-that-leaves-no-room-for-two-columns"])
+def test_the_legend_of_five_curves_is_under_the_axes(name: str, kind: str) -> None:
+    norms = ["bn", "in", "gn", "sn", "brn", "tbbn"][: 5 + (kind == "gain")]
+    records = [record(UP, norm__name=norm) for norm in norms]
+    if name and kind == "accuracy":  # in every label
+        records[0] = record(UP, data__name=name)
+    drawn = figure(records, kind)
+    drawn.draw_without_rendering()
+    (axes,) = drawn.axes
+    box, around, whole = axes.get_legend().get_window_extent(), axes.get_window_extent(), drawn.bbox
+    assert box.y1 < axes.xaxis.label.get_window_extent().y0 < around.y0 and len(legend(axes)) == 5
+    assert box.y0 >= whole.y0 and whole.x0 <= box.x0 and box.x1 <= whole.x1, "all of it is seen"
+    assert around.height / drawn.dpi > 1.8, "the curves keep their room"
+
+
+def test_the_legend_of_four_curves_is_in_the_axes() -> None:
+    drawn = figure([record(UP, norm__name=norm) for norm in ("bn", "in", "gn", "sn")])
+    drawn.draw_without_rendering()
+    (axes,) = drawn.axes
+    assert axes.get_window_extent().y0 < axes.get_legend().get_window_extent().y0
+    assert drawn.get_size_inches().tolist() == [4.4, 3.2]
+
+
 def test_many_curves_have_a_panel_for_each_method() -> None:
     records = [record(UP, method__name=m, norm__name=n) for m in ("ft", "er", "lucir") for n in ("bn", "tbbn")]
     panels = figure(records).axes
@@ -196,6 +220,16 @@ def test_errors_are_bars_of_four_parts() -> None:
     other.errors[-1] = dict.fromkeys(other.errors[-1], 0)
     (axes,) = figure([other], "errors").axes
     assert axes.get_xlim() == (0, 1)
+
+
+def test_error_bars_have_one_scale_for_each_data_set() -> None:
+    few = [record(UP, norm__name="gn"), record(UP, method__name="er")]
+    many = [record(UP, data__name="cifar100", norm__name=norm) for norm in ("bn", "gn")]
+    few[0].errors[-1]["P->P"] = 13
+    many[1].errors[-1]["P->P"] = 994
+    panels = {axes.get_title(): axes for axes in figure([*few, *many], "errors").axes}
+    limits = {title: axes.get_xlim()[1] for title, axes in panels.items()}
+    assert limits == pytest.approx({"ft [digits]": 1.05 * 19, "er [digits]": 1.05 * 19, "ft [cifar100]": 1050})
 
 
 def test_panels_stand_three_to_a_row_and_each_row_is_as_high_as_its_highest() -> None:

@@ -23,7 +23,8 @@ def epochs_figure(scores: Mapping[str, Sequence[Sequence[EpochScore]]], path: st
         axes.set_title(literal(title), fontsize=10)
         axes.set_ylabel("accuracy (%)")
         axes.grid(alpha=0.3)
-    panels[0].legend(frameon=False, fontsize=7)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=len(labels), loc="outside lower center")
     panels[-1].set_xlabel("epochs, task after task; marks: mean over all tasks at the kept epoch")
     return save_figure(figure, path)
 
@@ -39,7 +40,8 @@ def _draw_epochs(axes: Any, seeds: Sequence[Sequence[EpochScore]]) -> None:
     places = {id(score): place for run in seeds for place, score in enumerate(run, 1)}
     for i, rule in enumerate(RULES):
         kept = list(zip(*(kept_by(run, rule) for run in seeds), strict=True))
-        style: dict[str, Any] = {"color": COLOURS[2 + i], "marker": MARKERS[i], "markersize": 4, "linestyle": ""}
+        style: dict[str, Any] = {"color": COLOURS[2 + i], "marker": MARKERS[i], "linestyle": ""}
+        style["markersize"] = 7 - 1.5 * i  # where rules agree, a mark leaves the rim of the one below
         epochs = [fmean(places[id(score)] for score in same) for same in kept]
         axes.plot(epochs, [100 * fmean(score.mean for score in same) for same in kept], label=rule, **style)
     for place, (before, after) in enumerate(pairwise(seeds[0]), 1):
@@ -50,8 +52,10 @@ def _draw_epochs(axes: Any, seeds: Sequence[Sequence[EpochScore]]) -> None:
 
 def drift_figure(labels: Sequence[str], drifts: Sequence[Sequence[LayerDrift]], path: str | Path) -> Path:
     """Distance of the running mean from the balanced population's, and the newest task's weight in it, layer by layer."""
-    figure = new_figure(8.0, 3.4)
+    figure = new_figure(8.0, 3.4 + 0.2 * -(-len(labels) // 3))
     left, right = figure.subplots(1, 2)
+    from matplotlib.ticker import MaxNLocator  # new_figure says what is missing if it is
+
     for i, (label, layers) in enumerate(zip(labels, drifts, strict=True)):
         style: dict[str, Any] = {
             "color": COLOURS[i % len(COLOURS)],
@@ -64,6 +68,7 @@ def drift_figure(labels: Sequence[str], drifts: Sequence[Sequence[LayerDrift]], 
     right.set_ylabel("weight of the newest task (%)")
     for axes in (left, right):
         axes.set_xlabel("norm layer")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
-    left.legend(frameon=False, fontsize=7)
+    figure.legend(frameon=False, fontsize=8, ncols=3, loc="outside lower center")
     return save_figure(figure, path)

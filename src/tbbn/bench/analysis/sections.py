@@ -13,7 +13,7 @@ from tbbn.bench.analysis.drift import LayerDrift, drift
 from tbbn.bench.analysis.loading import run_after
 from tbbn.bench.analysis.shares import NORMS, shares_table
 from tbbn.bench.engine.record import Record
-from tbbn.bench.report.figures import Look, Panel, literal
+from tbbn.bench.report.figures import Look, Panel, add_legend, legend_height, literal
 from tbbn.bench.report.groups import Group, blocks, groups
 from tbbn.bench.report.page import Section
 from tbbn.bench.report.table import Table
@@ -57,7 +57,8 @@ def drift_section(runs: Mapping[Path, Record], images: int) -> Section:
     panels = []
     for block in blocks([group for group, _ in measured]):
         curves = [(group, found) for group, found in measured if group in block]
-        panels.append(Panel(block[0].setup, partial(_draw, curves=curves, look=look)))
+        height = Panel.height + legend_height(len(curves))
+        panels.append(Panel(block[0].setup, partial(_draw, curves=curves, look=look), height=height))
     return Section("drift", "Drift of running statistics", line, (_table(measured),), tuple(panels), asked=True)
 
 
@@ -85,4 +86,4 @@ def _draw(axes: Any, curves: Sequence[tuple[Group, Sequence[Layers]]], look: Loo
     axes.set_ylabel("running mean off (sd)", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=7, handlelength=3.2)
+    add_legend(axes)

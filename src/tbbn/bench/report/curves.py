@@ -10,15 +10,16 @@ from math import inf
 from typing import Any
 
 from tbbn.bench.metrics import Matrix, forgetting
-from tbbn.bench.report.figures import Look, Panel, literal
+from tbbn.bench.report.figures import FEW, Look, Panel, add_legend, legend_height, wrapped
 from tbbn.bench.report.groups import Group, blocks
 from tbbn.bench.report.interval import half_width
 from tbbn.bench.report.pairs import Pair
 from tbbn.bench.report.table import Table
 from tbbn.bench.report.tables import percent
 
-FEW = 5  # more curves than this are not told apart in one panel
-ALONE = 4.4, 3.2  # inches of a panel that has the figure for itself
+ALONE = Panel("", lambda axes: None, 4.4, 3.2)  # the size of a panel that has the figure for itself
+AMONG = Panel("", lambda axes: None)  # of one among others
+_WIDE = 50  # characters of a label in one line
 GREY = "#7F7F7F"
 Numbers = Callable[[Matrix], list[float]]  # of a run: one after each task, in percent
 Limits = tuple[float, float]
@@ -48,7 +49,7 @@ class Curve:
     def draw(self, axes: Any) -> None:
         tasks = range(self.first, self.first + len(self.mean))
         every = 1 + len(self.mean) // 12  # more markers would hide the line's style
-        axes.plot(tasks, self.mean, label=literal(self.label), markevery=every, **self.look)
+        axes.plot(tasks, self.mean, label=wrapped(self.label, _WIDE), markevery=every, **self.look)
         if self.low != self.mean:
             axes.fill_between(tasks, self.low, self.high, color=self.look["color"], alpha=0.15, linewidth=0)
 
@@ -105,17 +106,17 @@ def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limi
     if len(shown) <= FEW:
         named = [replace(c, label=f"{g.label}{c.label.removeprefix(g.norm)}") for g in shown for c in [curves[g.label]]]
         data = ", ".join(dict.fromkeys(group.config.data.name for group in shown))
-        return [Panel(data, partial(draw, curves=named), *ALONE)]
+        return [_panel(data, draw, named, ALONE)]
     panels = []
     for block in blocks(shown):
         own = [curves[group.label] for group in block]
         if len(block) <= FEW:
-            panels.append(Panel(block[0].setup, partial(draw, curves=own)))
+            panels.append(_panel(block[0].setup, draw, own))
         else:
             at = next((i for i, group in enumerate(block) if group.norm == "bn"), 0)  # as in tables of gains
             base = replace(own[at], look={**own[at].look, "color": GREY})
             others = [(group, curve) for group, curve in zip(block, own, strict=True) if group is not block[at]]
-            panels += [Panel(group.label, partial(draw, curves=[base, curve])) for group, curve in others]
+            panels += [_panel(group.label, draw, [base, curve]) for group, curve in others]
     return panels
 
 
@@ -134,8 +135,12 @@ def gain_panels(pairs: Sequence[Pair]) -> list[Panel]:
     panels = []
     for base, curves in together.items():
         for some in [curves] if len(curves) <= FEW else [[curve] for curve in curves]:
-            panels.append(Panel(f"gain over {base}", partial(draw, curves=some)))
+            panels.append(_panel(f"gain over {base}", draw, some))
     return panels
+
+
+def _panel(title: str, draw: Callable[..., None], curves: Sequence[Curve], size: Panel = AMONG) -> Panel:
+    return Panel(title, partial(draw, curves=curves), size.width, size.height + legend_height(len(curves)))
 
 
 def _reach(curves: Sequence[Curve], limits: Limits, beyond: float = inf) -> Limits:
@@ -162,4 +167,4 @@ def _draw(axes: Any, curves: Sequence[Curve], ylabel: str, reach: Limits, zero: 
     axes.tick_params(labelsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=7, handlelength=3.2)
+    add_legend(axes)

@@ -32,16 +32,25 @@ def errors_table(groups: Sequence[Group]) -> Table:
 
 
 def errors_panels(groups: Sequence[Group]) -> list[Panel]:
-    """For each method a bar for each norm, with a part for each type."""
+    """For each method a bar for each norm, with a part for each type. Panels of one data set have one scale.
+
+    Data sets differ in their number of test images: the bars of a small one could not be seen beside a large one's.
+    """
     shown = [group for group in groups if mean_errors(group)]
-    reach = 1.05 * max((sum(mean_errors(group).values()) for group in shown), default=1.0)
+    most: dict[str, float] = {}
+    for group in shown:
+        data = group.config.data.name
+        most[data] = max(most.get(data, 0.0), sum(mean_errors(group).values()))
     panels = []
     for block in blocks(shown):
+        reach = 1.05 * most[block[0].config.data.name]
         panels.append(Panel(block[0].setup, partial(_draw, groups=block, reach=reach), height=1.5 + 0.25 * len(block)))
     return panels
 
 
 def _draw(axes: Any, groups: Sequence[Group], reach: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     places = range(len(groups))
     left = [0.0] * len(groups)
     for kind, colour in zip(ERROR_TYPES, COLOURS, strict=False):
@@ -51,7 +60,9 @@ def _draw(axes: Any, groups: Sequence[Group], reach: float) -> None:
     axes.set_yticks(places, [wrapped(group.norm, 16) for group in groups], fontsize=8)
     axes.set_ylim(len(groups) - 0.5, -1.2)  # from above, with room for the legend
     axes.set_xlim(0, reach or 1)
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.set_xlabel("wrong predictions, mean over seeds", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(alpha=0.3, axis="x")
-    axes.legend(frameon=False, fontsize=7, ncols=len(ERROR_TYPES), loc="upper center", borderpad=0.2)
+    style = {"handlelength": 1, "columnspacing": 1.2, "handletextpad": 0.5}
+    axes.legend(frameon=False, fontsize=7, ncols=len(ERROR_TYPES), loc="upper center", borderpad=0.2, **style)

@@ -24,7 +24,10 @@ LINES: tuple[Any, ...] = (
     "-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 3)), (0, (8, 2, 3, 2)),
 )  # fmt: skip
 MARKERS = "os^Dv<>p"
+FEW = 5  # more curves than this are not told apart in one panel
 _COLUMNS = 3
+_SHORT = 7  # characters of a legend's entry, for each inch of its panel, with which two stand side by side
+_INSIDE = 4  # a legend with more entries does not fit beside the curves
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,26 @@ def figure_of(panels: Sequence[Panel], title: str = "") -> Figure:
     if title:
         figure.suptitle(wrapped(title, round(10 * width * columns)), fontsize=10)
     return figure
+
+
+def legend_height(entries: int) -> float:
+    """Inches that :func:`add_legend` needs under the axes for so many entries."""
+    return 0.16 * -(-entries // 2) if entries > _INSIDE else 0.0
+
+
+def add_legend(axes: Any) -> None:
+    """A legend of the curves: where it covers least of them, or under the axes if it has many entries."""
+    from matplotlib.transforms import ScaledTranslation
+
+    labels = axes.get_legend_handles_labels()[1]
+    style: dict[str, Any] = {"frameon": False, "fontsize": 7, "handlelength": 3.2}
+    if len(labels) > _INSIDE:
+        below = axes.transAxes + ScaledTranslation(
+            0, -0.4, axes.figure.dpi_scale_trans
+        )  # the label of the axis is between
+        columns = 2 if max(map(len, labels)) <= _SHORT * axes.figure.get_figwidth() / axes.get_gridspec().ncols else 1
+        style |= {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": below, "ncols": columns}
+    axes.legend(**style)
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:
