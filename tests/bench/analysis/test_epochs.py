@@ -110,6 +110,8 @@ def test_a_panel_for_each_norm_shows_the_mean_over_its_seeds(tmp_path: Path, mon
     picture = figures.epochs_figure({"ft + bn": [one], "ft + tbbn": [one, two]}, tmp_path / "epochs.png")
     assert picture.exists()
     bn, tbbn = drawn[0].axes
+    (legend,) = drawn[0].legends  # of the figure: in a panel it would lie over curves
+    assert bn.get_legend() is tbbn.get_legend() is None and len(legend.get_texts()) == 5
     assert (bn.get_title(), tbbn.get_title()) == ("ft + bn", "ft + tbbn, mean over 2 seeds")
     lines = {line.get_label(): line for line in tbbn.lines}
     assert list(lines["new task"].get_ydata()) == pytest.approx([30, 60, 80])

@@ -22,6 +22,48 @@ def test_shares_train_nothing(capsys: Capture, tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.iterdir())
 
 
+def test_shares_are_of_one_method_that_has_a_newest_task(capsys: Capture) -> None:
+    assert "shows one method at a time, got ft, eeil(balanced_epochs=1); choose with --method." in mistake(
+        capsys, "shares", "--method", "ft,eeil(balanced_epochs=1)"
+    )
+    said = mistake(capsys, "shares", "--method", "joint")
+    assert "joint trains on all tasks at once; its batches have no current and memory rows." in said
+    assert "unknown setting --seeds" in mistake(capsys, "shares", "--seeds", "3")
+    assert main(("shares", "--seed", "3", "--norm", "bn")) == 0
+    plain = capsys.readouterr().out
+    assert main(("shares", "--norm", "bn", "--batch.current_from", "union")) == 0
+    assert (
+        capsys.readouterr().out.removeprefix(plain).startswith("batch.current_from = union: some current rows are of")
+    )
+    assert main(("shares", "--norm", "bn", "--data.online")) == 0
+    assert "batch.memory_from = all: some memory rows are of the newest task" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("drift", "{run}", "--format", "xml"),
+        ("drift", "{run}", "--json", "--format", "csv"),
+        ("drift", "{run}", "--plot", "x.doc"),
+        ("slots", "{run}", "--format", "xml"),
+        ("slots", "{run}", "--json", "--format", "csv"),
+        ("epochs", *TINY, "--data.validation", "0.25", "--format", "xml"),
+        ("epochs", *TINY, "--data.validation", "0.25", "--json", "--format", "csv"),
+        ("epochs", *TINY, "--data.validation", "0.25", "--plot", "x.doc"),
+        ("epochs", "--from", "{run}", "--json", "--format", "csv"),
+        ("report", "{run}", "--json", "--format", "csv"),
+        ("shares", "--format", "xml"),
+    ],
+)
+def test_an_output_that_cannot_be_made_is_refused_before_the_work_for_it(
+    words: tuple[str, ...], runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for work in ("drift.drift", "slots.slots", "epochs.score_epochs"):
+        monkeypatch.setattr(f"tbbn.bench.analysis.{work}", None)
+    said = mistake(capsys, *(word.format(run=runs / "ft-bn-0") for word in words))
+    assert "unknown format 'xml'" in said or "ask for two formats" in said or "x.doc: the picture must end in" in said
+
+
 def test_drift_of_two_runs(runs: Path, tmp_path: Path, capsys: Capture) -> None:
     folders = [str(runs / f"ft-bn-{seed}") for seed in range(2)]
     picture = tmp_path / "drift.png"
@@ -52,14 +94,18 @@ def test_the_choice_of_epoch(runs: Path, tmp_path: Path, capsys: Capture) -> Non
     assert main((*words, "--json")) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert [(e["task"], e["epoch"]) for e in entry["epochs"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert main((*words, "--from", str(runs / "ft-bn-0"))) == 0
+    assert main(("epochs", "--from", str(runs / "ft-bn-0"))) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[1:] == ["1", "1", "1"]  # one epoch a task
-    assert main((*words, "--from", str(runs / "ft-bn-0"), "--json")) == 0
+    assert main(("epochs", "--from", str(runs / "ft-bn-0"), "--json", "--quiet")) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert (entry["directory"], entry["run"], entry["seed"]) == (str(runs / "ft-bn-0"), "ft + bn", 0)
     assert entry["kept"] == [{"task": task, "phase": "train", "epoch": 0} for task in range(2)]
     said = mistake(capsys, *words, "--from", str(runs / "ft-bn-0"), "--plot", str(tmp_path / "other.png"))
     assert "--plot draws the score of every epoch, which saved runs do not have; leave --from out" in said
+    said = mistake(capsys, "epochs", "demo", "--from", str(runs), "--norm", "bn", "--seeds", "1", "--train.lr", "1")
+    assert said.endswith("trains nothing; leave out the recipe, --norm, --seeds, --train.lr.")
+    assert main((*words, "--seed", "3", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)[0]["seed"] == 3
     assert "data.validation is 0" in mistake(capsys, "epochs", *TINY, "--quiet")
 
 

@@ -139,8 +139,8 @@ def test_mistakes_are_one_line(capsys: Capture) -> None:
     [
         ("fig-toy --lanes 2 --keep last", "fig-toy has data of its own and trains nothing; leave out --keep, --lanes."),
         ("fig-toy --from runs --dry-run", "leave out --from, --dry-run."),
-        ("fig-toy --engine ray --train.lr 1", "leave out --engine."),
-        ("fig-toy --train.lr 1 --backbone small", "reads no setting; leave out --train.lr, --backbone."),
+        ("fig-toy --engine ray --train.lr 1", "leave out --engine, --train.lr."),
+        ("fig-toy --train.lr 1 --backbone small", "and trains nothing; leave out --train.lr, --backbone."),
         ("fig-oracle --method ft", "fig-oracle compares ft and joint; leave out --method."),
         ("fig-oracle --from runs --lanes 2", "--from trains nothing; leave out --lanes."),
         ("fig-curves --from runs --time-limit 9m --log none", "--from trains nothing; leave out --time-limit, --log."),

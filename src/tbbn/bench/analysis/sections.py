@@ -29,7 +29,7 @@ def shares_section(records: Sequence[Record]) -> Section:
         if known := [group.config for group in block if group.config.norm.name in NORMS]:
             try:
                 table = shares_table(known)
-            except UserError:  # the method comes from a plugin that is not here
+            except UserError:  # no task is the newest, or the method comes from a plugin that is not here
                 continue
             tables.setdefault((table.header, *table.rows), (table, []))[1].append(block[0].setup)
     shown = tuple(replace(table, caption=", ".join(setups)) for table, setups in tables.values())

@@ -57,14 +57,18 @@ def norm_options(norm: str, options: dict[str, Any]) -> PlanOptions | None:
 
 def shares_table(configs: Sequence[RunConfig]) -> Table:
     """A row for each task: r, and for each norm its r* and the share of the newest task. The configs differ in their norm."""
-    first = configs[0]
+    first, method = configs[0], method_of(configs[0])
+    if method.all_data:
+        raise UserError(
+            f"shares: {first.method} trains on all tasks at once; its batches have no current and memory rows."
+        )
     options = {str(config.norm): norm_options(config.norm.name, config.norm.dict()) for config in configs}
     header = ["task", "batch", "r"]
     for name, chosen in options.items():
         header += [f"{name} r*", f"{name} %"] if has_splits(chosen) else [f"{name} %"]
     rows = []
     for task in range(first.data.tasks):
-        batch = full_batch(first, method_of(first), task)
+        batch = full_batch(first, method, task)
         found = [share(batch.current, batch.memory, task, chosen) for chosen in options.values()]
         row = [f"{task + 1}", f"{batch.current}+{batch.memory}", f"{found[0].exact:.3g}"]
         for entry in found:
@@ -77,4 +81,10 @@ def shares_table(configs: Sequence[RunConfig]) -> Table:
     ]
     if any(map(has_splits, options.values())):
         notes.append("r* is the number of splits that a norm's rule allows; norms without it have no splits.")
+    if first.batch.current_from == "union":
+        notes.append(
+            "batch.current_from = union: some current rows are of past tasks, so the newest has less than this."
+        )
+    if first.data.online and first.batch.memory_from == "all":
+        notes.append("batch.memory_from = all: some memory rows are of the newest task, so it has more than this.")
     return Table((*header, "balanced %"), tuple(rows), tuple(notes))

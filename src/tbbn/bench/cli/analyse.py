@@ -9,18 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tbbn.bench.cli.common import Command, add_data_root, run_folders
-from tbbn.errors import UserError, printable
+from tbbn.bench.cli.common import Command, add_data_root, may_refuse, refuse, run_folders
+from tbbn.errors import UserError, printable, unknown_name
 
 if TYPE_CHECKING:
     from tbbn.bench.analysis.epochs import EpochScore
     from tbbn.bench.config import RunConfig
 
 
+_TRAINED = ("recipe", "norm", "method", "data", "seeds")  # options that say which runs to train
+
+
 def add(command: Command) -> None:
     line = "Show each task's share in the statistics of a norm, with r and r*. Trains nothing."
     shares = command("shares", _shares, line, "tbbn shares --data cifar100 --norm bn,tbbn,tbbn(rule=current),weighted")
-    _add_settings(shares, norm="bn,tbbn,weighted")
+    _add_settings(shares, norm="bn,tbbn,weighted", method="method, options in brackets (default: ft)")
     line = "Show how far the running statistics of saved runs are from those of all tasks in equal parts."
     drift = command("drift", _drift, line, "tbbn drift runs/demo/ft-bn-0 runs/demo/ft-tbbn-0 --plot drift.png")
     drift.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps, of the same backbone")
@@ -39,7 +42,8 @@ def add(command: Command) -> None:
     epochs = command(
         "epochs", _epochs, line, "tbbn epochs --protocol paper --data digits --data.validation 0.1 --plot epochs.png"
     )
-    _add_settings(epochs, norm="bn,tbbn")
+    _add_settings(epochs, norm="bn,tbbn", method="methods, comma-separated, options in brackets (default: ft)")
+    epochs.add_argument("--seeds", help="number of seeds, or a list: 3, or 0,1,2 (default: 1)")
     epochs.add_argument(
         "--from",
         dest="records",
@@ -48,6 +52,7 @@ def add(command: Command) -> None:
         help="show the epochs that these runs kept; train nothing",
     )
     epochs.add_argument("--quiet", action="store_true", help="hide progress")
+    may_refuse(epochs, *_TRAINED)
     for made in (shares, drift, slots, epochs):
         made.add_argument("--format", default="text", help="text, md, csv or latex (default: text)")
     for made, what in ((drift, "drift of every layer"), (epochs, "score of every epoch")):
@@ -56,13 +61,26 @@ def add(command: Command) -> None:
         made.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
 
 
-def _add_settings(made: argparse.ArgumentParser, norm: str) -> None:
+def _add_settings(made: argparse.ArgumentParser, norm: str, method: str) -> None:
     made.set_defaults(takes_settings=True)
     made.add_argument("recipe", nargs="?", help="a recipe's name (tbbn list recipes) or a TOML file")
     made.add_argument("--norm", default=norm, help=f"norms, comma-separated, options in brackets (default: {norm})")
-    made.add_argument("--method", help="method, options in brackets (default: ft)")
+    made.add_argument("--method", help=method)
     made.add_argument("--data", help="data set: cifar100, digits, ... (tbbn list datasets)")
-    made.add_argument("--seeds", default="1", help="number of seeds, or a list: 3, or 0,1,2 (default: 1)")
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    """Raise for a format or a picture that cannot be made: now, not after the work for it."""
+    from tbbn.bench.report.table import FORMATS
+
+    if args.format not in (*FORMATS, "tex"):
+        raise unknown_name("format", args.format, FORMATS)
+    if getattr(args, "json", False) and args.format != "text":
+        raise UserError(f"--json and --format {args.format} ask for two formats; leave one of them out.")
+    if getattr(args, "plot", None):
+        from tbbn.bench.report.figures import check_picture
+
+        check_picture(args.plot)
 
 
 def _configs(args: argparse.Namespace) -> list[RunConfig]:
@@ -70,13 +88,18 @@ def _configs(args: argparse.Namespace) -> list[RunConfig]:
     from tbbn.bench.cli.train import requested_runs
 
     args.name, args.out, args.dry_run, args.yes = None, "runs", True, True
+    seeds = getattr(args, "seeds", None)  # asked for, or one
+    args.seeds = seeds if seeds or "seed" in args.settings else "1"
     return [run.config for run in requested_runs(args)[0]]
 
 
 def _shares(args: argparse.Namespace) -> int:
     from tbbn.bench.analysis.shares import shares_table
 
-    configs = {str(config.norm): config for config in _configs(args)}
+    _check_output(args)
+    configs = {(str(config.method), str(config.norm)): config for config in _configs(args)}
+    if len(methods := dict.fromkeys(method for method, _ in configs)) > 1:
+        raise UserError(f"shares: shows one method at a time, got {', '.join(methods)}; choose with --method.")
     print(shares_table(list(configs.values())).render(args.format))
     return 0
 
@@ -86,6 +109,7 @@ def _drift(args: argparse.Namespace) -> int:
     from tbbn.bench.analysis.figures import drift_figure
     from tbbn.bench.analysis.loading import run_after
 
+    _check_output(args)
     folders = run_folders(args.runs)
     if args.images < 0:
         raise UserError(f"--images must not be negative, got {args.images}.")
@@ -107,6 +131,7 @@ def _slots(args: argparse.Namespace) -> int:
     from tbbn.bench.analysis.loading import run_after
     from tbbn.bench.analysis.slots import slots, slots_table
 
+    _check_output(args)
     if args.batches < 1:
         raise UserError(f"--batches must be at least 1, got {args.batches}.")
     folders = run_folders(args.runs)
@@ -126,9 +151,11 @@ def _epochs(args: argparse.Namespace) -> int:
     from tbbn.bench.runs.pending import PendingRun
     from tbbn.bench.runs.record import load_record
 
+    _check_output(args)
     if args.records:
         if args.plot:
             raise UserError("--plot draws the score of every epoch, which saved runs do not have; leave --from out.")
+        refuse(args, _TRAINED, "--from shows runs as they are and trains nothing", settings=True)
         kept = {str(folder): load_record(folder) for folder in run_folders(args.records)}
         print(json.dumps(kept_json(kept), indent=1) if args.json else kept_table(kept).render(args.format))
         return 0

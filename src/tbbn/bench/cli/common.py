@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +70,22 @@ def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]
     for folder in folders:
         each.setdefault(folder.resolve(), folder)
     return list(each.values())
+
+
+def may_refuse(command: argparse.ArgumentParser, *names: str) -> None:
+    """Let :func:`refuse` know the defaults of these options, by the names of their values."""
+    command.set_defaults(defaults={name: command.get_default(name) for name in names})
+
+
+def refuse(args: argparse.Namespace, names: Iterable[str], reason: str, *, settings: bool = False) -> None:
+    """Raise if one of these options, or any setting, was given: it would not be read, and who gives one expects an effect."""
+    spelt = {"records": "--from", "recipe": "the recipe"}
+    given = [name for name in names if getattr(args, name) != args.defaults[name]]
+    options = [spelt.get(name, f"--{name.replace('_', '-')}") for name in given]
+    if settings:
+        options += [f"--{name}" for name in args.settings]
+    if options:
+        raise UserError(f"{reason}; leave out {', '.join(options)}.")
 
 
 def print_table(table: Table, form: str) -> None:

@@ -52,6 +52,8 @@ def _report(args: argparse.Namespace) -> int:
     from tbbn.bench.report.tables import blocks_table, summary_table
     from tbbn.bench.runs.record import load_record
 
+    if args.json and args.format not in ("text", "json"):
+        raise UserError(f"--json and --format {args.format} ask for two formats; leave one of them out.")
     form = "json" if args.json else "latex" if args.format == "tex" else args.format
     if form not in FORMATS:
         raise unknown_name("format", form, FORMATS)

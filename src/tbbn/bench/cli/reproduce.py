@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tbbn.bench.cli import paper_figures
-from tbbn.bench.cli.common import Command, print_table, run_folders
+from tbbn.bench.cli.common import Command, may_refuse, print_table, refuse, run_folders
 from tbbn.bench.cli.naming import folder_name
 from tbbn.bench.cli.paper_figures import FIGURES
 from tbbn.bench.cli.train import add_progress_options, train
@@ -46,7 +45,7 @@ def add(command: Command) -> None:
         "--dry-run", action="store_true", help="say what would run, how long and how large; train nothing"
     )
     add_progress_options(made, lanes="auto")
-    made.set_defaults(defaults={name: made.get_default(name) for name in (*_CHOOSING, *_TRAINING, "out")})
+    may_refuse(made, *_CHOOSING, *_TRAINING, "out")
 
 
 def names() -> list[str]:
@@ -111,23 +110,14 @@ def _reproduce(args: argparse.Namespace) -> int:
 def _check_read(args: argparse.Namespace) -> None:
     """Refuse options that would not be read: whoever gives one expects an effect."""
     if args.name == "fig-toy":
-        _refuse(args, (*_CHOOSING, *_TRAINING), "fig-toy has data of its own and trains nothing")
-        if args.settings:
-            raise UserError(f"fig-toy is no run, and reads no setting; leave out --{', --'.join(args.settings)}.")
+        refuse(args, (*_CHOOSING, *_TRAINING), "fig-toy has data of its own and trains nothing", settings=True)
     if args.name == "fig-oracle":
-        _refuse(args, ("method",), "fig-oracle compares ft and joint")
+        refuse(args, ("method",), "fig-oracle compares ft and joint")
     if args.records:
         unread = [name for name in _TRAINING if (args.name, name) != ("fig-oracle", "time_limit")]
-        _refuse(args, unread, "--from trains nothing")
+        refuse(args, unread, "--from trains nothing")
         if args.name not in FIGURES:
-            _refuse(args, ("out",), "with --from a table is printed, and nothing is written")
-
-
-def _refuse(args: argparse.Namespace, names: Iterable[str], reason: str) -> None:
-    given = [name for name in names if getattr(args, name) != args.defaults[name]]
-    if given:
-        options = ", ".join("--from" if name == "records" else f"--{name.replace('_', '-')}" for name in given)
-        raise UserError(f"{reason}; leave out {options}.")
+            refuse(args, ("out",), "with --from a table is printed, and nothing is written")
 
 
 def _settings(table: PaperTable, args: argparse.Namespace) -> dict[str, Any]:

@@ -106,13 +106,21 @@ def add_legend(axes: Any) -> None:
     axes.legend(**style)
 
 
-def save_figure(figure: Figure, path: str | Path) -> Path:
-    """Write a figure to a file of the format its name says."""
-    path = Path(path)
-    known = figure.canvas.get_supported_filetypes()
+def check_picture(path: str | Path) -> Path:
+    """Raise for a name that says no format a figure can have. To be called before the work for the figure."""
+    matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    path, known = Path(path), FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in known:
         formats = ", ".join(f".{suffix}" for suffix in sorted(known))
         raise UserError(f"{path}: the picture must end in {formats}, got {path.suffix or 'no suffix'!r}.")
+    return path
+
+
+def save_figure(figure: Figure, path: str | Path) -> Path:
+    """Write a figure to a file of the format its name says."""
+    path = check_picture(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = BytesIO()
     with warnings.catch_warnings():
