@@ -179,7 +179,7 @@ def test_a_module_is_a_plugin_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("import nothing_like_it", "ModuleNotFoundError: No module named 'nothing_like_it'"),
         ("def f(:", "SyntaxError: "),
         ("raise SystemExit(3)", "SystemExit: 3"),
-        (NORM.format(name="half") + "raise ValueError('first\\nsecond')", "ValueError: first$"),
+        (NORM.format(name="half") + "raise ValueError('first\\nsecond')", r"ValueError: first \(broken\.py line 5\)$"),
     ],
 )
 def test_a_plugin_that_fails_is_one_line_and_leaves_nothing(tmp_path: Path, text: str, wanted: str) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from tbbn.errors import UserError, one_line
@@ -94,7 +96,9 @@ def _importing(plugin: str, origin: Origin) -> Iterator[None]:
                 f"plugin {plugin}: no such module; install it, or give a file such as ./{plugin}.py."
             ) from None
         what = str(error) if isinstance(error, UserError) else one_line(error)
-        raise UserError(f"plugin {plugin} cannot be loaded: {what}") from error
+        line = next((trace for trace in reversed(_traces(error)) if trace.tb_frame.f_code.co_name == "<module>"), None)
+        where = "" if line is None else f" ({Path(line.tb_frame.f_code.co_filename).name} line {line.tb_lineno})"
+        raise UserError(f"plugin {plugin} cannot be loaded: {what}{where}") from error
     finally:
         _loading.pop()
 
@@ -162,16 +166,44 @@ def origin_of(namespace: Mapping[str, Any]) -> Origin:
     return _module_origin(module)
 
 
+def line_of(value: Any, at: Any = None) -> str:
+    """Where a plugin's class or function is written, such as "mine.py line 19", or ``at`` in its module; empty if unknown.
+
+    ``at`` is a function, or an error: of that the last line which ran in the module.
+    """
+    value = value[-1] if isinstance(value, tuple) else value
+    value = value.func if isinstance(value, partial) else value
+    if isinstance(at, BaseException):
+        for trace in reversed(_traces(at)):
+            if trace.tb_frame.f_globals.get("__name__") == value.__module__ and _is_written(trace.tb_frame):
+                return f"{Path(trace.tb_frame.f_code.co_filename).name} line {trace.tb_lineno}"
+        at = None
+    value = value if at is None else at
+    try:
+        file, line = inspect.getsourcefile(value), inspect.getsourcelines(value)[1]
+    except (OSError, TypeError):
+        return ""
+    return f"{Path(file).name} line {line}" if file else ""
+
+
+def _traces(error: BaseException) -> list[TracebackType]:
+    found, trace = [], error.__traceback__
+    while trace is not None:
+        found.append(trace)
+        trace = trace.tb_next
+    return found
+
+
+def _is_written(frame: FrameType) -> bool:
+    """Whether a frame's code is in a file or a cell; a dataclass has some that is not."""
+    return frame.f_code.co_filename != "<string>"
+
+
 def failure(error: BaseException) -> str:
     """What failed, for a run's record: in a plugin's code, also its name, the plugin, and the line."""
     what = f"{type(error).__name__}: {error}"
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    for trace in reversed(frames):
-        if owner := _owner(trace.tb_frame):
+    for trace in reversed(_traces(error)):
+        if (owner := _owner(trace.tb_frame)) and _is_written(trace.tb_frame):
             code = trace.tb_frame.f_code
             return f"{owner}, {Path(code.co_filename).name} line {trace.tb_lineno}: {what}"
     return what

@@ -139,7 +139,7 @@ class Registry(Generic[T]):
             required = parameter.default is parameter.empty and parameter.kind not in _VARIADIC
             if required and parameter.name not in offered:
                 raise UserError(
-                    f"{self.kind} {name!r} may take {', '.join(offered)}; its {parameter.name!r} needs a default."
+                    f"{self.place(name)}: may take {', '.join(offered)}; its {parameter.name!r} needs a default."
                 )
         with self.blame(name):
             return value(**{key: given for key, given in offered.items() if key in wanted})
@@ -155,7 +155,15 @@ class Registry(Generic[T]):
             origin = self.entry(name).origin
             if origin == BUILT_IN:
                 raise
-            raise UserError(f"{self.kind} {name!r} of {origin} failed: {one_line(error)}.") from error
+            raise UserError(f"{self.place(name, error)}: {one_line(error)}.") from error
+
+    def place(self, name: str, at: Any = None) -> str:
+        """A name as errors show it. Of a plugin, with the file and line of ``at``: an error in it, or one of its functions."""
+        entry = self.entry(name)
+        if entry.origin == BUILT_IN:
+            return f"{self.kind} {name!r}"
+        line = _plugins().line_of(entry.value, at)
+        return f"{self.kind} {name!r} of {entry.origin}" + (f", {line}" if line else "")
 
     def options(self, name: str) -> dict[str, Option]:
         """The options of a name, with default and help."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -158,7 +160,33 @@ def _other_norm(layer: nn.Module) -> Entry[Any] | None:
 
 def _classes(norm: str) -> tuple[type[nn.Module], ...]:
     entry = NORMS.get(norm)
-    return entry if isinstance(entry, tuple) else (entry,)
+    classes = entry if isinstance(entry, tuple) else (entry,)
+    if NORMS.entry(norm).origin != BUILT_IN:
+        for cls in classes:
+            _check_class(norm, cls)
+    return classes
+
+
+@functools.cache
+def _check_class(norm: str, cls: Any) -> None:
+    """Refuse a plugin's class that cannot be a norm."""
+    if not issubclass(cls, nn.Module):
+        raise UserError(f"{NORMS.place(norm)}: must be derived from torch.nn.Module, got {cls.__name__}.")
+    for function, called, wanted in (
+        (cls.__init__, (None, 8), "(self, num_features)"),
+        (cls.forward, (None, None), "(self, x)"),
+    ):
+        name = function.__name__
+        if name == "_forward_unimplemented":
+            raise UserError(f"{NORMS.place(norm)}: has no function forward(self, x).")
+        try:
+            inspect.signature(function).bind(*called)
+        except TypeError:
+            got = inspect.signature(function)
+            where = NORMS.place(norm, function)
+            raise UserError(
+                f"{where}: must take {name}{wanted}; any other argument needs a default. Got {name}{got}."
+            ) from None
 
 
 def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:

@@ -60,6 +60,7 @@ def test_a_step_is_made_of_the_run_and_captured_on_a_gpu_where_that_pays(
             "captured": captured,
             "ranks": run.ranks,
             "needs_stages": run.method.needs_stages,
+            "loss_name": "method 'lucir': loss",
         }
     assert made.restored == "totals" and run.restored_totals == {"other": "not these"}, "once"
 

@@ -11,13 +11,15 @@ from commandline import Capture, mistake
 from plugin import CODE, WORDS
 
 from tbbn.bench.cli.main import main
+from tbbn.bench.methods.contract import check_names, check_signatures
 from tbbn.bench.runs.record import load_record
 from tbbn.plugins import temporary
+from tbbn.registry import METHODS
 
 DRAW = "return 0.5 + 0.5 * torch.rand(n, 1, generator=generator)"
 APPLY = "return images.float().div(255) * parameters.view(-1, 1, 1, 1)"
 TINY = "def tiny(in_channels):\n    return nn.Sequential("
-MINE = r"of mine\.py \w{12}"
+MINE = r"of mine\.py \w{12}, mine\.py line \d+"
 
 
 @pytest.fixture(autouse=True)
@@ -49,28 +51,29 @@ def write(old: str, new: str) -> None:
         (APPLY, "return images[..., :4].float() / 255", r"apply must return .*, got float32 \(3, 3, 8, 4\)"),
         (APPLY, "return images[1:].float() / 255", r"apply must return .*, got float32 \(2, 3, 8, 8\)"),
         (APPLY, "return images.float() / 0", r"apply must return images in \[0, 1\], got (nan|inf)"),
-        (APPLY, "return images @ parameters", f"{MINE} failed: RuntimeError: "),
+        (APPLY, "return images @ parameters", "RuntimeError: "),
     ],
 )
 def test_an_augmentation_is_tried_before_it_is_used(old: str, new: str, wanted: str, capsys: Capture) -> None:
     write(old, new)
     error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
-    assert re.match(rf"tbbn: augmentation 'dim'(: | ){wanted}", error), error
+    assert re.match(rf"tbbn: augmentation 'dim' {MINE}: {wanted}", error), error
 
 
 @pytest.mark.parametrize(
     ("old", "new", "wanted"),
     [
-        ("    side = int(argument)", "    side = int(argument) / 0", f"dataset 'stripes' {MINE} failed: ZeroDivisionError: div"),
-        (TINY, TINY.replace("return", "return wrong or"), f"backbone 'tiny' {MINE} failed: NameError: name 'wrong'"),
-        ("nn.Conv2d(in_channels, 8", "nn.Conv2d(4, 8", "backbone 'tiny' cannot take an image of 3x8x8: .*4 channels"),
-        ("nn.Flatten()", "nn.Unflatten(0, (1, 1)), nn.Flatten()", f"backbone 'tiny' {MINE} failed: RuntimeError: unflatten"),
-        ("nn.Flatten()", "nn.Flatten(), nn.Unflatten(1, (2, 4)), nn.Flatten(0, 1)", "backbone 'tiny' must return features"),
+        ("    side = int(argument)", "    side = int(argument) / 0", f"dataset 'stripes' {MINE}: ZeroDivisionError: div"),
+        (TINY, TINY.replace("return", "return wrong or"), f"backbone 'tiny' {MINE}: NameError: name 'wrong'"),
+        ("nn.Conv2d(in_channels, 8", "nn.Conv2d(4, 8", f"backbone 'tiny' {MINE}: cannot take an image of 3x8x8: .*4 channels"),
+        ("nn.Flatten()", "nn.Unflatten(0, (1, 1)), nn.Flatten()", f"backbone 'tiny' {MINE}: RuntimeError: unflatten"),
+        ("nn.Flatten()", "nn.Flatten(), nn.Unflatten(1, (2, 4)), nn.Flatten(0, 1)",
+         f"backbone 'tiny' {MINE}: must return features"),
         ("nn.Flatten()", "nn.Flatten(), nn.Unflatten(0, (1, -1)), nn.Flatten()", r"backbone 'tiny' .*\(2, 8\) for two images"),
-        ("super().__init__()\n        self.num", "super().__init__()\n        self.gone.num", f"norm 'rms' {MINE} failed: Attri"),
-        ("scale = (x.square()", "scale = (x[:, :3].square() + x", f"norm 'rms' {MINE} failed: RuntimeError"),
+        ("super().__init__()\n        self.num", "super().__init__()\n        self.gone.num", f"norm 'rms' {MINE}: Attri"),
+        ("scale = (x.square()", "scale = (x[:, :3].square() + x", f"norm 'rms' {MINE}: RuntimeError"),
         ('help": "softens the logits"})', 'help": "x"})\n    def __post_init__(self):\n        raise KeyError("a\\nb")',
-         f"method 'tempered' {MINE} failed: KeyError: "),
+         f"method 'tempered' {MINE}: KeyError: "),
     ],
 )  # fmt: skip
 def test_what_fails_before_training_is_a_mistake_that_names_it(
@@ -79,9 +82,9 @@ def test_what_fails_before_training_is_a_mistake_that_names_it(
     write(old, new)
     error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
     assert re.match(f"tbbn: ({wanted})", error), error
-    if " failed: " in error:
+    if "Error: " in error:
         monkeypatch.setenv("TBBN_TRACEBACK", "1")
-        with pytest.raises(ValueError, match="failed") as raised:
+        with pytest.raises(ValueError, match="Error: ") as raised:
             main(["run", *WORDS, "--plugin", "mine.py", "--quiet"])
         assert raised.value.__cause__ is not None
 
@@ -108,4 +111,87 @@ def test_losses_that_are_no_dict_of_scalars_are_refused(capsys: Capture) -> None
         Path("mine.py").write_text(made)
         with temporary(fresh=True):
             error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
-        assert re.match(r"tbbn: a loss must be a dict of scalar tensors, such as {'ce': \.\.\.}, got ", error), error
+        assert re.match(
+            rf"tbbn: method 'tempered' {MINE}: loss must return a dict of scalar tensors, such as ", error
+        ), error
+
+
+LOSS = "def loss(self, batch, output, previous):"
+RETURN = 'return {"ce": nn.functional.cross_entropy(output.logits / self.temperature, batch.labels)}'
+FORWARD = "return x * scale * self.weight.view(-1, 1, 1) + self.bias.view(-1, 1, 1)"
+INIT = "def __init__(self, num_features, eps=1e-5, affine=True, device=None, dtype=None, *, power: float = 0.5):"
+PHASES = "def phases(self, context):\n        from tbbn.bench.methods import Phase\n        return {}\n    " + LOSS
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        (LOSS, LOSS.replace("loss", "los"), "nothing uses 'los'; did you mean 'loss'"),
+        (LOSS, LOSS.replace("loss", "minimise"), r"needs a function loss\(self, batch, output, previous\), which returns"),
+        (LOSS, "def loss(self, batch, output):", r"must be loss\(self, batch, output, previous\), got loss\(self, b"),
+        (LOSS, f"def after_taks(self, context): ...\n    {LOSS}", "nothing uses 'after_taks'; did you mean 'after_task'"),
+        (LOSS, f"def after_task(self): ...\n    {LOSS}", r"must be after_task\(self, context\), got after_task\(self\)\."),
+        (LOSS, f"holdout = 0.5\n    {LOSS}", r"must be holdout\(self\), got 0.5\."),
+        (LOSS, f"need_previous = True\n    {LOSS}", "nothing uses 'need_previous'; did you mean 'needs_previous'"),
+        (LOSS, f"uses_memory = 'no'\n    {LOSS}", "uses_memory must be True or False, got 'no'"),
+        (LOSS, PHASES.format("Phase()"), r"phases must return Phases, such as \(Phase\(\),\), got Phase\("),
+        (LOSS, PHASES.format("(Phase(loss='los'),)"), "phase 'train' minimises 'los', which is not there"),
+        (LOSS, f"def make_head(self, n): ...\n    {LOSS}", "make_head must return a tbbn.bench.models.Head, got NoneType"),
+        (RETURN, f"{RETURN}\n    def predict(self, output):\n        return output.logits.argmax(1)",
+         r"predict must return scores \(10, 2\), a column for each class, got \(10,\)"),
+        (RETURN, RETURN.replace("output.logits", "output.logits.detach()"), "loss has no term with a gradient"),
+        (RETURN, "return {}", "loss has no term with a gradient"),
+        (RETURN, f"{RETURN}\n    def __init__(self): ...", "its fields are its options, so it takes no __init__ of its own"),
+        ('= field(default=2.0, metadata={"help": "softens the logits"})', "", "its option 'temperature' needs a default"),
+    ],
+)  # fmt: skip
+def test_a_method_that_breaks_the_contract_is_told_what_is_expected(
+    old: str, new: str, wanted: str, capsys: Capture
+) -> None:
+    write(old, new)
+    error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
+    assert re.match(f"tbbn: method 'tempered' {MINE}: {wanted}", error), error
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("def forward(self, x):", "def foward(self, x):", r"has no function forward\(self, x\)"),
+        ("def forward(self, x):", "def forward(self, x, mask):", r"must take forward\(self, x\); .* Got forward\(.*mask\)"),
+        (INIT, INIT.replace(" = 0.5", ""), r"must take __init__\(self, num_features\); any other argument needs a default\."),
+        (INIT, "def __init__(self, *, power=0.4, num_features=8, eps=1):", r"must take __init__\(self, num_features\)"),
+        ("class RootMeanSquare(nn.Module)", "class RootMeanSquare", "must be derived from torch.nn.Module, got RootMeanSquare"),
+        (FORWARD, "return x.mean(0)", r"forward must return a tensor \(2, 8, 8, 8\), as it got, not \(8, 8, 8\)"),
+        (FORWARD, "pass", r"forward must return a tensor \(2, 8, 8, 8\), as it got, not NoneType"),
+    ],
+)  # fmt: skip
+def test_a_norm_that_cannot_replace_batch_norm_is_told_why(old: str, new: str, wanted: str, capsys: Capture) -> None:
+    write(old, new)
+    error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
+    assert re.match(f"tbbn: norm 'rms' {MINE}: {wanted}", error), error
+
+
+def test_helpers_that_a_method_uses_may_have_any_name(capsys: Capture) -> None:
+    lines = (
+        "def phases(self, context):",
+        "    from tbbn.bench.methods import Phase",
+        "    return (Phase(loss='loss2'),)",
+        "def losses(self): ...",
+        "def loss2(self, *given):",
+        "    self.losses()",
+        "    return self.loss(*given)",
+    )
+    write(f"    {LOSS}", "".join(f"    {line}\n" for line in lines) + f"    {LOSS}")
+    assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 0
+
+
+def test_a_plugin_that_cannot_be_loaded_names_the_line(capsys: Capture) -> None:
+    write("import torch\n", "import torch\n\n1 / 0\n")
+    error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py")
+    assert error == "tbbn: plugin mine.py cannot be loaded: ZeroDivisionError: division by zero (mine.py line 8)"
+
+
+def test_every_method_of_the_package_keeps_the_contract() -> None:
+    for name, entry in METHODS.describe().items():
+        check_names(name, entry.value)
+        check_signatures(name, entry.value())

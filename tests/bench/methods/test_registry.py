@@ -196,9 +196,14 @@ def test_what_is_registered_must_be_a_method() -> None:
     @register_method("inherits")
     class Inherits(KINDS["lucir"]): ...  # type: ignore[misc,valid-type]
 
-    with pytest.raises(UserError, match=r"^method 'plain' must be a class derived from tbbn\.bench\.methods\.Method"):
+    with pytest.raises(
+        UserError,
+        match=r"^method 'plain' of .*, test_registry\.py line \d+: must be a class derived from tbbn\.bench\.methods\.Method",
+    ):
         method("plain")
-    with pytest.raises(UserError, match=r"^method 'bare' has options, so its class needs @dataclass\(frozen=True\)"):
+    with pytest.raises(
+        UserError, match=r"^method 'bare' of .*: has options, so its class needs @dataclass\(frozen=True\)"
+    ):
         method("bare")
     assert method("inherits", {"top_k": 1}).top_k == 1  # type: ignore[attr-defined]
 

@@ -77,7 +77,7 @@ def test_a_module_needs_no_parameters() -> None:
 )
 def test_mistakes_are_one_line(factory: Any, wanted: str) -> None:
     register_backbone("odd")(factory)
-    with pytest.raises(UserError, match=f"^backbone 'odd' {wanted}") as error:
+    with pytest.raises(UserError, match=rf"^backbone 'odd' of .*, test_adapter\.py line \d+: {wanted}") as error:
         backbone("odd")
     assert "\n" not in str(error.value)
 
@@ -102,5 +102,7 @@ def test_an_augmentation_of_ones_own_must_be_one() -> None:
     from tbbn.registry import register_augmentation
 
     register_augmentation("odd")(lambda: 3)
-    with pytest.raises(UserError, match="augmentation 'odd': a int has no 'n_parameters', which an augmentation needs"):
+    with pytest.raises(
+        UserError, match=r"augmentation 'odd' of .*: a int has no 'n_parameters', which an augmentation needs"
+    ):
         augmentation("odd")

@@ -229,7 +229,7 @@ def augmentation(name: str, *, crop: int | None = None) -> Augment:
     for part in ("n_parameters", "draw", "apply"):
         if not hasattr(made, part):
             raise UserError(
-                f"augmentation {name!r}: a {type(made).__name__} has no {part!r}, which an augmentation needs"
+                f"{AUGMENTATIONS.place(name)}: a {type(made).__name__} has no {part!r}, which an augmentation needs"
             )
     return made
 

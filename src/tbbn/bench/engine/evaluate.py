@@ -17,6 +17,7 @@ from tbbn.bench.engine.ranks import ALONE, Ranks
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network, Output
 from tbbn.errors import UserError
+from tbbn.registry import METHODS
 
 
 class Evaluation(NamedTuple):
@@ -71,6 +72,11 @@ def _predict(
     def predict(output: Output) -> Tensor:
         nonlocal done
         scores = method.predict(output)
+        wanted = len(output.logits), len(class_task)
+        if not isinstance(scores, Tensor) or scores.shape != wanted:
+            got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            where = METHODS.place(config.method.name, method.predict)
+            raise UserError(f"{where}: predict must return scores {wanted}, a column for each class, got {got}.")
         is_other = image_task[done : done + len(scores), None] != class_task
         done += len(scores)
         return torch.stack([scores.argmax(1), scores.masked_fill(is_other, -math.inf).argmax(1)], 1)

@@ -54,8 +54,10 @@ from tbbn.bench.engine.step import SavedTotals, Step, describe_divergence, read_
 from tbbn.bench.engine.task import EngineTaskContext, PhaseRows
 from tbbn.bench.engine.torch_settings import torch_settings
 from tbbn.bench.methods import Phase
+from tbbn.bench.methods.contract import checked_phases
 from tbbn.bench.models import Network
 from tbbn.errors import UserError
+from tbbn.registry import METHODS
 
 Stop = Callable[[], bool]
 LONG_LOADING = 2.0  # seconds of decoding after which events tell how far it is
@@ -137,7 +139,7 @@ class Run:
         if not is_resumed:
             self.network.grow(len(task.classes), seeds.generator(self.config.seed, "head", task.number))
             self.method.before_task(context)
-        phases = self.method.phases(context)
+        phases = checked_phases(self.config.method.name, self.method, self.method.phases(context))
         if is_resumed and self.config.data.online:
             # Draw the pass over the stream again: the draw decides which rows are stored in the memory.
             context.draw(context.phase_rows("replay"), phases[0].name, 0)
@@ -274,11 +276,12 @@ class Run:
         self, context: EngineTaskContext, phase: Phase, block: EpochBlock, parameters: list[nn.Parameter]
     ) -> Step:
         assert self.optimizer is not None
+        loss = getattr(self.method, phase.loss)
         step = Step(
             maker=self.maker,
             network=self.network,
             previous=self.previous if phase.uses_previous else None,
-            loss=getattr(self.method, phase.loss),
+            loss=loss,
             optimizer=self.optimizer,
             parameters=parameters,
             spec=block.spec,
@@ -289,6 +292,7 @@ class Run:
             captured=self.device.type == "cuda" and block.steps >= MIN_CAPTURED_STEPS and self.ranks.size == 1,
             ranks=self.ranks,
             needs_stages=self.method.needs_stages,
+            loss_name=f"{METHODS.place(self.config.method.name, loss)}: {phase.loss}",
         )
         if block.spec in self.restored_totals:
             step.restore_totals(self.restored_totals.pop(block.spec))

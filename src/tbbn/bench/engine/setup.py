@@ -24,6 +24,7 @@ from tbbn.bench.data.types import Progress, Source
 from tbbn.bench.engine.forward import TrainingForward
 from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.methods import Method, method
+from tbbn.bench.methods.contract import checked_head
 from tbbn.bench.models import Network, backbone
 from tbbn.errors import UserError
 from tbbn.nn import convert, is_balanced, splits, wants_task_ids
@@ -191,7 +192,7 @@ def build_network(
         image_size=shape[1:],
     )
     _convert(body, config, sync)
-    return Network(body, method.make_head(body.n_features))
+    return Network(body, checked_head(config.method.name, method, method.make_head(body.n_features)))
 
 
 def _convert(module: nn.Module, config: RunConfig, sync: bool) -> None:

@@ -55,6 +55,7 @@ class Step:
     captured: bool  # as a CUDA graph
     ranks: Ranks
     needs_stages: bool  # whether the loss uses the maps of the stages
+    loss_name: str  # what errors call the loss
 
     def __post_init__(self) -> None:
         device = self.maker.data.labels.device
@@ -110,7 +111,13 @@ class Step:
             output = self.share.whole(self._output(self.share.of(batch)), stages=self.needs_stages)
             terms = self.loss(batch, output, previous)
             if not isinstance(terms, dict) or not all(isinstance(t, Tensor) and t.dim() == 0 for t in terms.values()):
-                raise UserError(f"a loss must be a dict of scalar tensors, such as {{'ce': ...}}, got {terms!r:.60}.")
+                raise UserError(
+                    f"{self.loss_name} must return a dict of scalar tensors, such as {{'ce': ...}}, got {terms!r:.60}."
+                )
+            if not any(term.requires_grad for term in terms.values()):
+                raise UserError(
+                    f"{self.loss_name} has no term with a gradient, so there is nothing to train; got {terms!r:.60}."
+                )
             extra = penalty(self.network) if self.has_penalty else None
         return terms if extra is None else {**terms, "norm": extra}
 

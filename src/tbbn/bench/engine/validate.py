@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from tbbn.bench.config import QUIRKS, Choice, RunConfig, check_settings, complete, flatten, to_dict
 from tbbn.bench.data.augment import augmentation
@@ -161,7 +162,7 @@ def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *register
             made = tuple(body(images).pooled.shape)  # with plain batch norm: what fails here is not the norm's
             if made != (2, body.n_features):
                 raise UserError(
-                    f"backbone {name!r} must return features (2, {body.n_features}) for two images, got {made}."
+                    f"{BACKBONES.place(name)}: must return features (2, {body.n_features}) for two images, got {made}."
                 )
     has_stages = body.has_stages
     replaces = NORMS.get(norm.name) is not NORMS.get("bn")
@@ -173,7 +174,7 @@ def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *register
         with NORMS.blame(norm.name):
             # `convert` would take `sync` and `skip`, which are no options of a norm, for arguments of its own.
             options = checked_options(f"norm {norm.name!r}", NORMS.options(norm.name), norm.dict())
-            convert(body, norm.name, **options).train()(images)
+            _watch_norms(convert(body, norm.name, **options).train(), norm.name)(images)
     except TypeError as error:
         raise UserError(f"norm {norm}: an option has a value of the wrong type: {error}.") from None
     except (ArithmeticError, AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
@@ -183,6 +184,24 @@ def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *register
         raise UserError(f"norm {norm}: cannot train with these options: {reason}.") from error
     max_tasks = min(getattr(layer, "max_tasks", math.inf) for layer in body.modules())
     return _Network(has_stages, is_balanced(body), max_tasks)
+
+
+def _watch_norms(network: nn.Module, norm: str) -> nn.Module:
+    """The network, which raises where a layer of a plugin's norm returns something of another shape than it got."""
+    if NORMS.entry(norm).origin == BUILT_IN:
+        return network
+    value = NORMS.get(norm)
+
+    def look(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: object) -> None:
+        if not isinstance(output, torch.Tensor) or output.shape != inputs[0].shape:
+            got = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+            where = NORMS.place(norm, type(layer).forward)
+            raise UserError(f"{where}: forward must return a tensor {tuple(inputs[0].shape)}, as it got, not {got}.")
+
+    for layer in network.modules():
+        if isinstance(layer, value):
+            layer.register_forward_hook(look)
+    return network
 
 
 def check_data(config: RunConfig, method: Method, memory: ExemplarMemory, scenario: Scenario, source: Source) -> None:
@@ -221,14 +240,16 @@ def _try_augmentation(config: RunConfig, source: Source) -> None:
     with AUGMENTATIONS.blame(name):
         made = augmentation(name, crop=config.data.crop or None)
         drawn = [made.draw(n, torch.Generator().manual_seed(0), (shape[1], shape[2])) for _ in range(2)]
-        _check_tensor(f"augmentation {name!r}: draw", drawn[0], (n, made.n_parameters))
+        _check_tensor(f"{AUGMENTATIONS.place(name)}: draw", drawn[0], (n, made.n_parameters))
         if not torch.equal(*drawn):
-            raise UserError(f"augmentation {name!r}: draw must use its generator alone; two with the same seed differ.")
+            raise UserError(
+                f"{AUGMENTATIONS.place(name)}: draw must use its generator alone; two with the same seed differ."
+            )
         views = made.apply(images, drawn[0])
-        _check_tensor(f"augmentation {name!r}: apply", views, (n, *image_shape(config, source)))
+        _check_tensor(f"{AUGMENTATIONS.place(name)}: apply", views, (n, *image_shape(config, source)))
     low, high = (float(limit) for limit in views.aminmax())
     if not (low >= -1e-3 and high <= 1 + 1e-3):  # rounding may exceed the range a little; NaN is outside
-        raise UserError(f"augmentation {name!r}: apply must return images in [0, 1], got {low:g} to {high:g}.")
+        raise UserError(f"{AUGMENTATIONS.place(name)}: apply must return images in [0, 1], got {low:g} to {high:g}.")
 
 
 def _check_tensor(what: str, made: object, shape: tuple[int, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from tbbn.bench.methods import (  # noqa: F401  each registers its method; a new
     wa,
 )
 from tbbn.bench.methods.base import Losses, Method, Phase, TaskContext
-from tbbn.errors import UserError
+from tbbn.bench.methods.contract import check_class, check_signatures
 from tbbn.options import checked_options
 from tbbn.registry import METHODS
 
@@ -31,12 +30,11 @@ from tbbn.registry import METHODS
 def method(name: str, options: Mapping[str, Any] | None = None) -> Method:
     """The method of that name with these hyper-parameters; an unknown one or a wrong value is an error."""
     kind = METHODS.get(name)
-    if not (isinstance(kind, type) and issubclass(kind, Method)):
-        raise UserError(f"method {name!r} must be a class derived from tbbn.bench.methods.Method, got {kind!r:.60}.")
-    if inspect.get_annotations(kind) and "__dataclass_fields__" not in vars(kind):
-        raise UserError(f"method {name!r} has options, so its class needs @dataclass(frozen=True).")
+    check_class(name, kind)
     with METHODS.blame(name):
-        return kind(**checked_options(f"method {name!r}", METHODS.options(name), options or {}))
+        made: Method = kind(**checked_options(f"method {name!r}", METHODS.options(name), options or {}))
+    check_signatures(name, made)
+    return made
 
 
 __all__ = ["Losses", "Method", "Phase", "TaskContext", "method"]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from tbbn.bench.models.base import Backbone, Features
 from tbbn.errors import UserError
+from tbbn.registry import BACKBONES
 
 
 class AdaptedBackbone(Backbone):
@@ -26,7 +27,7 @@ def adapt(name: str, module: object, shape: tuple[int, ...]) -> Backbone:
     if isinstance(module, Backbone):
         return module
     if not isinstance(module, nn.Module):
-        raise UserError(f"backbone {name!r} must return a torch.nn.Module, got {type(module).__name__}.")
+        raise UserError(f"{BACKBONES.place(name)}: must return a torch.nn.Module, got {type(module).__name__}.")
     body = AdaptedBackbone(module)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     try:
@@ -34,11 +35,12 @@ def adapt(name: str, module: object, shape: tuple[int, ...]) -> Backbone:
             features = body.eval()(torch.zeros(1, *shape, device=device))
     except (RuntimeError, ValueError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"backbone {name!r} cannot take an image of {'x'.join(map(str, shape))}: {reason}.") from error
+        where = BACKBONES.place(name, error)
+        raise UserError(f"{where}: cannot take an image of {'x'.join(map(str, shape))}: {reason}.") from error
     pooled = features.pooled
     if not isinstance(pooled, Tensor) or pooled.dim() != 2 or len(pooled) != 1:
         got = tuple(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
-        raise UserError(f"backbone {name!r} must return features (N, D), got {got} for one image.")
+        raise UserError(f"{BACKBONES.place(name)}: must return features (N, D), got {got} for one image.")
     body.n_features = pooled.shape[1]
     body.has_stages = len(features.stages) > 0
     return body.train()

@@ -1,0 +1,118 @@
+"""What a plugin's method must look like, checked before it is used: what would fail deep in training is one line here."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from types import CodeType
+from typing import Any
+
+from tbbn.bench.methods.base import Method, Phase
+from tbbn.bench.models import Head
+from tbbn.errors import UserError
+from tbbn.registry import BUILT_IN, METHODS
+
+_PUBLIC = {name: value for name, value in vars(Method).items() if not name.startswith("_")}
+_CALLED = {name: inspect.signature(value) for name, value in _PUBLIC.items() if inspect.isfunction(value)}
+_FLAGS = tuple(name for name, value in _PUBLIC.items() if isinstance(value, bool))
+_NEAR = 0.8  # how alike a name and one of the contract are, to be a slip of the keyboard
+
+
+def check_class(name: str, kind: Any) -> None:
+    """Raise for a class that cannot be a method, or that misspells what it means to override."""
+    where = METHODS.place(name)
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise UserError(f"{where}: must be a class derived from tbbn.bench.methods.Method, got {kind!r:.60}.")
+    if inspect.get_annotations(kind) and "__dataclass_fields__" not in vars(kind):
+        raise UserError(f"{where}: has options, so its class needs @dataclass(frozen=True).")
+    if METHODS.entry(name).origin == BUILT_IN:
+        return
+    for field in fields(kind):
+        if field.default is MISSING:
+            raise UserError(
+                f"{where}: its option {field.name!r} needs a default: {field.name}: ... = option(0.0, 'what it is')."
+            )
+    if (
+        kind.__init__.__qualname__ == f"{kind.__qualname__}.__init__"
+        and is_dataclass(kind)
+        and _is_written(kind.__init__)
+    ):
+        raise UserError(f"{where}: its fields are its options, so it takes no __init__ of its own.")
+    check_names(name, kind)
+
+
+def check_names(name: str, kind: type[Method]) -> None:
+    """Raise for a name that is nearly one of the contract and that nothing uses."""
+    own = [base for base in kind.__mro__ if issubclass(base, Method) and base.__module__.partition(".")[0] != "tbbn"]
+    defined = {key: value for base in reversed(own) for key, value in vars(base).items() if not key.startswith("_")}
+    uses = {text for base in own for value in vars(base).values() for text in _texts(getattr(value, "__code__", None))}
+    options = {field.name for field in fields(kind)}
+    for key, value in defined.items():
+        near = difflib.get_close_matches(key, _PUBLIC, n=1, cutoff=_NEAR)
+        if key not in _PUBLIC and key not in uses and key not in options and near:
+            where = METHODS.place(name, value if inspect.isfunction(value) else None)
+            raise UserError(f"{where}: nothing uses {key!r}; did you mean {near[0]!r}? Otherwise give it another name.")
+
+
+def check_signatures(name: str, method: Method) -> None:
+    """Raise where a method cannot be called as the engine calls it, or a flag is not True or False."""
+    for key, wanted in _CALLED.items():
+        given = getattr(method, key)
+        try:
+            inspect.signature(given).bind(*list(wanted.parameters)[1:])
+        except TypeError:
+            function = getattr(given, "__func__", given)
+            got = f"{key}{inspect.signature(function)}" if callable(given) else f"{given!r:.60}"
+            where = METHODS.place(name, function if callable(given) else None)
+            raise UserError(f"{where}: must be {key}{_arguments(key)}, got {got}.") from None
+    for key in _FLAGS:
+        if not isinstance(getattr(method, key), bool):
+            raise UserError(f"{METHODS.place(name)}: {key} must be True or False, got {getattr(method, key)!r:.60}.")
+
+
+def checked_phases(name: str, method: Method, phases: object) -> tuple[Phase, ...]:
+    """The phases of a task, if they are some."""
+    if not isinstance(phases, Sequence) or not phases or not all(isinstance(phase, Phase) for phase in phases):
+        raise UserError(
+            f"{METHODS.place(name, method.phases)}: phases must return Phases, such as (Phase(),), got {phases!r:.60}."
+        )
+    for phase in phases:
+        if phase.loss == "loss" and type(method).loss is Method.loss:
+            where = METHODS.place(name)
+            raise UserError(f"{where}: needs a function loss{_arguments('loss')}, which returns the terms to minimise.")
+        if not callable(getattr(method, phase.loss, None)):
+            raise UserError(
+                f"{METHODS.place(name, method.phases)}: phase {phase.name!r} minimises {phase.loss!r}, which is not there."
+            )
+    return tuple(phases)
+
+
+def checked_head(name: str, method: Method, head: object) -> Head:
+    """What ``make_head`` returned, if it is a head."""
+    if not isinstance(head, Head):
+        where = METHODS.place(name, method.make_head)
+        raise UserError(f"{where}: make_head must return a tbbn.bench.models.Head, got {type(head).__name__}.")
+    return head
+
+
+def _arguments(key: str) -> str:
+    return f"({', '.join(_CALLED[key].parameters)})"
+
+
+def _is_written(function: Any) -> bool:
+    """Whether a constructor was written, and not made by @dataclass."""
+    return getattr(function, "__code__", None) is not None and function.__code__.co_filename != "<string>"
+
+
+def _texts(code: CodeType | None) -> Iterable[str]:
+    """Names and texts in a function's code: what it may use."""
+    if code is None:
+        return
+    yield from code.co_names
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _texts(value)
+        elif isinstance(value, str):
+            yield value
