@@ -77,7 +77,7 @@ def of_array_file(text: str, folder: Path, _: Any) -> None:
 
 
 CASES: dict[str, tuple[Callable[..., None], str, str]] = {  # what fails, and the words around the reason
-    "backbone": (of_backbone, r"^backbone 'odd' cannot take an image of 3x32x32: ", r"\.$"),
+    "backbone": (of_backbone, r"^backbone 'odd' of .*: cannot take an image of 3x32x32: ", r"\.$"),
     "device": (of_device, r"^device 'cpu' cannot be used here: ", r"\. Use 'cpu' or 'auto'\.$"),
     "image": (of_image, r"a\.png: is not a readable image \(", r"\)$"),
     "array file": (of_array_file, r"a\.npz: cannot be read \(", r"\); delete it and try again$"),

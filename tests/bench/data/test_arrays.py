@@ -241,7 +241,7 @@ def test_a_data_set_of_ones_own() -> None:
     @register_dataset("odd")
     def odd(colour: str) -> Any: ...
 
-    with pytest.raises(UserError, match=r"dataset 'odd' may take name, root, .*; its 'colour' needs a default"):
+    with pytest.raises(UserError, match=r"dataset 'odd' of .*: may take name, root, .*; its 'colour' needs a default"):
         load("odd")
     with pytest.raises(UserError, match="dataset 'folder' needs more after a colon: folder:PATH"):
         load("folder")
