@@ -138,17 +138,16 @@ def compare(
     """
     recipe, records = _recipe(table), _of_seeds(records, settings)
     found = members(table, records, settings, rows=rows)
-    departures = {
-        (key, i): _departures(recipe[key], group) for key, of_row in found.items() for i, group in enumerate(of_row)
-    }
-    common = set.intersection(*map(set, departures.values())) if departures else set()
+    common = _common_departures(recipe, found)
     cells, lines = [], list[tuple[str, Group | None]]()
     for key, of_row in found.items():
         printed = table.rows.get(key)
         name = " + ".join(key) + ("" if printed else _OURS)
-        for i, group in enumerate(of_row):
+        for group in of_row:
             own = ", ".join(
-                f"{setting}={value}" for setting, value in departures[key, i] if (setting, value) not in common
+                f"{setting}={value}"
+                for setting, value in _departures(recipe[key], group)
+                if (setting, value) not in common
             )
             cells.append(_row(f"{name} [{own}]" if own else name, table.columns, printed, group.finished))
             lines.append((key[0], group))
@@ -168,8 +167,7 @@ def compare(
         "ours: mean ± standard deviation over seeds. diff.: ours - paper; = means within two standard errors (three seeds or "
         "more)."
     )
-    if common:
-        notes.append(f"Not as in the recipe: {'; '.join(f'{name} = {value}' for name, value in sorted(common))}.")
+    notes += departures_note(table, found)
     in_rows = [group for of_row in found.values() for group in of_row]
     configs = {group.config for group in in_rows}
     of_table = [r for r in records if r.status == "finished" and without_seed(r.run_config) in configs]
@@ -251,6 +249,18 @@ def _departures(recipe: RunConfig, group: Group) -> list[tuple[str, str]]:
     """Settings of these runs that are not the recipe's, and their values."""
     expected = _tree(recipe)
     return [(name, str(value)) for name, value in _tree(group.config).items() if expected.get(name) != value]
+
+
+def _common_departures(recipe: dict[Key, RunConfig], found: dict[Key, list[Group]]) -> set[tuple[str, str]]:
+    """Settings that are not the recipe's in any of these runs, and the value that they all have."""
+    departures = [set(_departures(recipe[key], group)) for key, of_row in found.items() for group in of_row]
+    return set.intersection(*departures) if departures else set()
+
+
+def departures_note(table: PaperTable, found: dict[Key, list[Group]]) -> list[str]:
+    """In which settings all of these runs depart from the recipe; nothing if there are none."""
+    common = _common_departures(_recipe(table), found)
+    return [f"Not as in the recipe: {'; '.join(f'{name} = {value}' for name, value in sorted(common))}."] * bool(common)
 
 
 def _row(name: str, columns: Sequence[str], printed: Sequence[float] | None, runs: Sequence[Record]) -> tuple[str, ...]:

@@ -89,6 +89,13 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture, monkeypatch: 
     assert main(("reproduce", "table1", *TINY, "--dry-run")) == 0
     said = capsys.readouterr()
     assert said.out == "" and "4 to do, " in said.err and not Path("runs").exists()
+    (line,) = (line for line in said.err.splitlines() if line.startswith("Not as in the recipe: "))
+    assert "data.name = synthetic:4x12x4x8; data.tasks = 2; " in line and "device" not in line
+    assert (
+        main(("reproduce", "table1", "--norm", "bn", "--quiet", "--keep", "best", "--batch.size", "64", "--dry-run"))
+        == 0
+    )
+    assert "Not as in the recipe" not in capsys.readouterr().err
 
 
 def test_the_toy_figure_is_drawn_in_seconds(tmp_path: Path, capsys: Capture) -> None:
@@ -109,8 +116,11 @@ def test_figures_of_runs_print_the_numbers_they_draw(
     said = capsys.readouterr()
     assert said.out.startswith("SCALE 0.0125: a fraction of the epochs. Table 1")
     assert "Wrong predictions after the last task by type" in said.out
+    assert re.search(r"^Not as in the recipe: backbone = small; .*data\.tasks = 2; ", said.out, re.MULTILINE)
     path = pictures(said.err)[0]
     assert path.name == "fig-errors.svg"
+    nothing = mistake(capsys, "reproduce", "fig-errors", "--scale", "0.5", "--from", "runs")
+    assert "fig-errors: none of these is a finished run of Table 1: fine-tuning" in nothing
     records = {norm: [load_record(f) for f in path.parent.glob(f"ft-{norm}-*")] for norm in ("bn", "tbbn")}
     for norm, of_seeds in records.items():
         (row,) = (line.split() for line in said.out.splitlines() if line.startswith(f"ft + {norm} "))

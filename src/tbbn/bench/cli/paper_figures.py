@@ -64,16 +64,17 @@ def of_runs(
     from tbbn.bench.report.errors import errors_table
     from tbbn.bench.report.groups import groups, stamp
     from tbbn.bench.report.plots import figure
-    from tbbn.paper.published import members
+    from tbbn.paper.published import departures_note, members
 
     in_rows = members(table, records, given, rows=rows)
     finished = [record for of_row in in_rows.values() for group in of_row for record in group.records]
     if not finished:
-        raise UserError("no finished run to draw.")
+        raise UserError(f"{name}: none of these is a finished run of {table.title}, with the settings asked for.")
     found = groups(finished)
     kind, numbers = ("accuracy", curves_table(found)) if name == "fig-curves" else ("errors", errors_table(found))
     caption = f"{stamp(group.config for group in found)}{table.title}. {numbers.caption}"
-    return Drawn(replace(numbers, caption=caption), figure(finished, kind))
+    notes = (*numbers.notes, *departures_note(table, in_rows))
+    return Drawn(replace(numbers, caption=caption, notes=notes), figure(finished, kind))
 
 
 def show(name: str, drawn: Drawn, folder: Path, form: str) -> None:

@@ -89,7 +89,7 @@ def _reproduce(args: argparse.Namespace) -> int:
             folders, records = list(found), list(found.values())
         else:
             runs, folder, recipe = _runs(table, args, given, axes)
-            _announce(table, runs, folder, measure=not args.quiet)
+            _announce(table, given, runs, folder, measure=not args.quiet)
             if args.dry_run:
                 continue
             ended, records = train(runs, args, recipe=recipe)
@@ -172,13 +172,19 @@ def _runs(
     return runs, folder, recipe_text(layers, axes)
 
 
-def _announce(table: PaperTable, runs: list[PendingRun], folder: Path, *, measure: bool) -> None:
-    """What is still to be done, and how much time and disk it takes."""
+def _announce(table: PaperTable, given: dict[str, Any], runs: list[PendingRun], folder: Path, *, measure: bool) -> None:
+    """What is still to be done, what of it is not the paper's, and how much time and disk it takes."""
+    from tbbn.bench.config import flatten, resolve, to_dict
+    from tbbn.bench.report.groups import WHERE
     from tbbn.bench.runs.pending import finished_record
     from tbbn.paper.effort import effort
 
     missing = [run for run in runs if finished_record(run) is None]
     print(f"{table.title}: {len(runs)} runs, {len(runs) - len(missing)} finished.", file=sys.stderr)
+    recipe = flatten(to_dict(resolve(*table.layers()[0])))
+    others = [f"{name} = {value}" for name, value in given.items() if recipe.get(name) != value and name not in WHERE]
+    if others:
+        print(printable(f"Not as in the recipe: {'; '.join(others)}."), file=sys.stderr)
     if missing:
         print(f"{effort(missing, measure=measure)} Results go to {printable(str(folder))}.", file=sys.stderr)
 
