@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,18 @@ def test_drift_of_two_runs(runs: Path, tmp_path: Path, capsys: Capture) -> None:
     assert said.out.splitlines()[0].startswith("layer") and "ft-bn-1: mean off" in said.out and picture.exists()
     assert main(("drift", folders[0], "--json", "--task", "1")) == 0
     assert set(json.loads(capsys.readouterr().out)[0]["layers"][0]) == {"layer", "mean", "std", "newest"}
-    assert "no running statistics" in mistake(capsys, "drift", str(runs / "ft-gn_groups=8_-0"))
+    assert "drift: ft + gn(groups=8) has no running statistics; leave its runs out." in mistake(
+        capsys, "drift", str(runs)
+    )
+
+
+def test_runs_of_the_same_name_are_told_apart(runs: Path, tmp_path: Path, capsys: Capture) -> None:
+    here, there = runs / "ft-bn-0", tmp_path / "ft-bn-0"
+    shutil.copytree(here, there)
+    for words in (("drift", "--images", "1"), ("slots", "--batches", "1")):
+        assert main((*words, str(here), str(there))) == 0
+        first = capsys.readouterr().out.splitlines()[0]
+        assert f"{here}: " in first and f"{there}: " in first
 
 
 def test_slots_of_a_run(runs: Path, capsys: Capture) -> None:

@@ -73,7 +73,7 @@ def drift(run: Run, images: int = 0, view: str = "train") -> list[LayerDrift]:
         raise unknown_name("view", view, VIEWS)
     names = [n for n, layer in run.network.named_modules() if isinstance(getattr(layer, "running_mean", None), Tensor)]
     if not names:
-        raise UserError("drift: this network has no running statistics.")
+        raise UserError(f"drift: {run.config.label} has no running statistics; leave its runs out.")
     found: dict[str, list[Moments]] = {name: [] for name in names}
     show = _augmented if view == "train" else _plain
     run.network.eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,7 @@ def _drift(args: argparse.Namespace) -> int:
     found = [drift(run_after(folder, task, args.root), args.images, args.view) for folder in folders]
     if len({tuple(layer.layer for layer in layers) for layers in found}) > 1:
         raise UserError("drift: these runs have different layers; compare runs of the same backbone.")
-    labels = [folder.name for folder in folders]
+    labels = _labels(folders)
     picture = drift_figure(labels, found, args.plot) if args.plot else None
     if args.json:
         entries = [{"directory": str(f), "layers": list(map(asdict, d))} for f, d in zip(folders, found, strict=True)]
@@ -125,6 +126,12 @@ def _drift(args: argparse.Namespace) -> int:
     else:
         print(drift_table(labels, found).render(args.format))
     return _say(picture)
+
+
+def _labels(folders: Sequence[Path]) -> list[str]:
+    """The name of each folder; the whole path where two have the same name."""
+    names = [folder.name for folder in folders]
+    return names if len(set(names)) == len(names) else list(map(str, folders))
 
 
 def _slots(args: argparse.Namespace) -> int:
@@ -140,7 +147,7 @@ def _slots(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([{"directory": str(f), **asdict(s)} for f, s in zip(folders, found, strict=True)], indent=1))
     else:
-        print(slots_table([folder.name for folder in folders], found).render(args.format))
+        print(slots_table(_labels(folders), found).render(args.format))
     return 0
 
 
