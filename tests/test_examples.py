@@ -49,6 +49,12 @@ def test_own_method_runs():
     assert re.findall(r"^(\S+) \+ tbbn", done.stdout, re.M) == ["ft", "balanced", "balanced(strength=0.5)"]
 
 
+@pytest.mark.nightly  # tests/bench/methods/test_state.py runs its method
+def test_own_state_runs():
+    done = run(EXAMPLES / "own_state.py", "--epochs", "1")
+    assert re.findall(r"^(\S+) \+ tbbn", done.stdout, re.M) == ["ft", "ewc"]
+
+
 @pytest.mark.nightly  # the jobs call tbbn.run, which other tests cover
 def test_own_cluster_divides_the_seeds_and_resumes(tmp_path):
     for job, seeds in (("0", "[0, 3]"), ("1", "[1]"), ("2", "[2]"), ("2", "[2]")):

@@ -50,6 +50,7 @@ def test_a_step_is_made_of_the_run_and_captured_on_a_gpu_where_that_pays(
             "network": run.network,
             "previous": run.previous if uses_previous else None,
             "loss": run.method.loss,
+            "penalty": run.method.penalty,
             "optimizer": run.optimizer,
             "parameters": parameters,
             "spec": "spec",
@@ -60,7 +61,7 @@ def test_a_step_is_made_of_the_run_and_captured_on_a_gpu_where_that_pays(
             "captured": captured,
             "ranks": run.ranks,
             "needs_stages": run.method.needs_stages,
-            "loss_name": "method 'lucir': loss",
+            "place": "method 'lucir'",
         }
     assert made.restored == "totals" and run.restored_totals == {"other": "not these"}, "once"
 

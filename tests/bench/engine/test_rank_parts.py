@@ -244,3 +244,15 @@ def test_a_process_alone_has_everything() -> None:
     assert share.take(rows) is rows and share.of(batch) is batch
     assert share.whole(output, stages=True) is share.whole(output, stages=False) is output
     assert ALONE.part(rows) is rows and ALONE.gather(rows, 4) is rows
+
+
+def test_a_term_that_every_rank_has_in_full_counts_once(world: Callable[[int], World]) -> None:
+    weight = torch.tensor(3.0, requires_grad=True)
+
+    def work(rank: ProcessRanks) -> tuple[float, float]:
+        term = rank.once(weight**2)
+        (gradient,) = torch.autograd.grad(term, weight)
+        return term.item(), gradient.item()
+
+    assert world(4).do(work) == [(9.0, 1.5)] * 4  # 6 / 4 each
+    assert ALONE.once(weight) is weight

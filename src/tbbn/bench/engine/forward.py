@@ -114,8 +114,11 @@ class WorkingCopies:
         """Move the gradients of the copies to the weights."""
         targets, sources = [], []
         for weight, copy, gradient in zip(self.weights, self.copies.values(), self.gradients, strict=True):
-            if copy.grad is not None:
-                assert weight.grad is None and gradient is not None
+            if copy.grad is not None and weight.grad is not None:  # of a method's penalty
+                weight.grad += copy.grad
+                copy.grad = None
+            elif copy.grad is not None:
+                assert gradient is not None
                 targets.append(gradient)
                 sources.append(copy.grad)
                 weight.grad, copy.grad = gradient, None

@@ -282,6 +282,7 @@ class Run:
             network=self.network,
             previous=self.previous if phase.uses_previous else None,
             loss=loss,
+            penalty=self.method.penalty,
             optimizer=self.optimizer,
             parameters=parameters,
             spec=block.spec,
@@ -292,7 +293,7 @@ class Run:
             captured=self.device.type == "cuda" and block.steps >= MIN_CAPTURED_STEPS and self.ranks.size == 1,
             ranks=self.ranks,
             needs_stages=self.method.needs_stages,
-            loss_name=f"{METHODS.place(self.config.method.name, loss)}: {phase.loss}",
+            place=METHODS.place(self.config.method.name, loss),
         )
         if block.spec in self.restored_totals:
             step.restore_totals(self.restored_totals.pop(block.spec))

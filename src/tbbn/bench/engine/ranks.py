@@ -66,6 +66,10 @@ class Ranks:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over the ranks."""
 
+    def once(self, term: Tensor) -> Tensor:
+        """A term of the loss that every rank has in full, with this rank's part of its gradient."""
+        return term
+
     def any(self, value: bool) -> bool:
         """Whether the value is true on any rank."""
         return value
@@ -110,6 +114,9 @@ class ProcessRanks(Ranks):
         dist.all_reduce(flat)
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+    def once(self, term: Tensor) -> Tensor:
+        return term.detach() + (term - term.detach()) / self.size
 
     def any(self, value: bool) -> bool:
         flag = torch.tensor(int(value))  # on the CPU: the host needs the answer, and the device may be far behind

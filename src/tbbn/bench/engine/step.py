@@ -45,6 +45,7 @@ class Step:
     network: Network
     previous: Network | None
     loss: LossFunction
+    penalty: Callable[[Network], Losses]
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
     spec: BatchSpec
@@ -55,7 +56,7 @@ class Step:
     captured: bool  # as a CUDA graph
     ranks: Ranks
     needs_stages: bool  # whether the loss uses the maps of the stages
-    loss_name: str  # what errors call the loss
+    place: str  # of the method, for errors
 
     def __post_init__(self) -> None:
         device = self.maker.data.labels.device
@@ -109,17 +110,16 @@ class Step:
                 with torch.no_grad():
                     previous = self.share.whole(self.teacher(batch.images), stages=self.needs_stages)
             output = self.share.whole(self._output(self.share.of(batch)), stages=self.needs_stages)
-            terms = self.loss(batch, output, previous)
-            if not isinstance(terms, dict) or not all(isinstance(t, Tensor) and t.dim() == 0 for t in terms.values()):
-                raise UserError(
-                    f"{self.loss_name} must return a dict of scalar tensors, such as {{'ce': ...}}, got {terms!r:.60}."
-                )
-            if not any(term.requires_grad for term in terms.values()):
-                raise UserError(
-                    f"{self.loss_name} has no term with a gradient, so there is nothing to train; got {terms!r:.60}."
-                )
+            terms = _checked(f"{self.place}: {self.loss.__name__}", self.loss(batch, output, previous))
             extra = penalty(self.network) if self.has_penalty else None
-        return terms if extra is None else {**terms, "norm": extra}
+        if not any(term.requires_grad for term in terms.values()):
+            named = f"{self.place}: {self.loss.__name__}"
+            raise UserError(f"{named} has no term with a gradient, so there is nothing to train; got {terms!r:.60}.")
+        own = _checked(f"{self.place}: penalty", self.penalty(self.network))
+        if twice := terms.keys() & own.keys():
+            raise UserError(f"{self.place}: loss and penalty both have a term {min(twice)!r}; rename one.")
+        own = {name: self.ranks.once(term) for name, term in own.items()}
+        return {**terms, **own} if extra is None else {**terms, **own, "norm": extra}
 
     def _output(self, batch: Batch) -> Output:
         call: Callable[[Tensor], Output] = self.network
@@ -128,6 +128,12 @@ class Step:
             call = self.working
         forward = self.forward if self.spec.has_layout else self.forward.mixed
         return forward(self.network, batch, call, self.share.counts)
+
+
+def _checked(what: str, terms: object) -> Losses:
+    if not isinstance(terms, dict) or not all(isinstance(t, Tensor) and t.dim() == 0 for t in terms.values()):
+        raise UserError(f"{what} must return a dict of scalar tensors, such as {{'ce': ...}}, got {terms!r:.60}.")
+    return terms
 
 
 def read_totals(steps: Iterable[Step]) -> dict[str, float]:

@@ -141,6 +141,10 @@ class Method:
         """The loss terms by name; the engine minimises their sum. ``previous`` is the previous network's output, or None."""
         raise NotImplementedError
 
+    def penalty(self, network: Network) -> Losses:
+        """Terms of the loss that depend on the parameters and not on a batch; the engine adds them in every phase."""
+        return {}
+
     def after_training(self, context: TaskContext) -> None:
         """Called after the last phase, before exemplars are chosen."""
 
