@@ -384,3 +384,18 @@ def test_tables_of_scaled_runs_say_so() -> None:
     assert summary_table(runs).notes[0] == line and blocks_table(runs).caption.startswith(f"{line} ")
     assert page({Path("a"): runs[0]}).title == "SCALE 0.1: a fraction of the epochs. digits"
     assert "SCALE" not in summary_table(runs[2:]).render("text") + blocks_table(runs[2:]).caption
+
+
+def test_runs_that_stop_early_are_marked_and_not_pooled_with_whole_ones() -> None:
+    whole, again = record(A, data__tasks=10), record(B, seed=1, data__tasks=10, data__stop_after=10)
+    stopped = [record(C, seed=seed, data__tasks=10, data__stop_after=3) for seed in (0, 1)]
+    assert labels([whole, again]) == ["ft + bn"], "it stops where the run ends"
+    alone = summary_table(stopped)
+    assert [row[:2] for row in alone.rows] == [("ft + bn", "2")] and alone.notes[0] == "STOPPED: after 3 of 10 tasks."
+    both = summary_table([whole, again, *stopped])
+    assert [row[:2] for row in both.rows] == [("ft + bn [all tasks]", "2"), ("ft + bn [3 of 10 tasks]", "2")]
+    assert both.notes[0] == "STOPPED: some runs after 3 of 10 tasks."
+    assert blocks_table(stopped).caption.startswith("STOPPED: after 3 of 10 tasks. digits: mean")
+    shown = page({Path("a"): stopped[0], Path("b"): whole})
+    assert shown.title == "STOPPED: some runs after 3 of 10 tasks. digits"
+    assert ["(3 of 10 tasks)" in row[3] for row in shown.sections[-1].all_tables[0].rows] == [True, False]

@@ -105,6 +105,11 @@ class DataConfig:
         """How many tasks a run learns."""
         return min(self.tasks, self.stop_after or self.tasks)
 
+    @property
+    def part(self) -> str:
+        """How many of the tasks a run learns that stops early, such as "3 of 10 tasks"; empty for all."""
+        return f"{self.learnt_tasks} of {self.tasks} tasks" if self.learnt_tasks < self.tasks else ""
+
 
 @dataclass(frozen=True)
 class MemoryConfig:

@@ -85,9 +85,15 @@ def blocks(found: Sequence[Group]) -> list[list[Group]]:
 
 
 def stamp(configs: Iterable[RunConfig]) -> str:
-    """What begins every table and figure of runs that trained a fraction of their epochs; nothing for others."""
+    """What begins every table and figure of runs that trained a part of their epochs or tasks; nothing for others."""
+    configs = list(configs)
     scales = sorted({config.train.scale for config in configs} - {1.0})
-    return f"SCALE {' and '.join(f'{scale:g}' for scale in scales)}: a fraction of the epochs. " if scales else ""
+    parts = [f"SCALE {' and '.join(f'{scale:g}' for scale in scales)}: a fraction of the epochs."] if scales else []
+    stopped = dict.fromkeys(config.data.part for config in configs if config.data.part)
+    if stopped:
+        some = "" if all(config.data.part for config in configs) else "some runs "
+        parts.append(f"STOPPED: {some}after {' and '.join(stopped)}.")
+    return "".join(f"{part} " for part in parts)
 
 
 def repeated_note(records: Sequence[Record], found: Sequence[Group]) -> list[str]:
@@ -111,7 +117,8 @@ def _knows(record: Record) -> tuple[bool, int]:
 
 def without_seed(config: RunConfig) -> RunConfig:
     """What runs of one group have in common."""
-    data = replace(config.data, class_order_seed=-1, root="", download=True, stream="auto")
+    stop = config.data.stop_after if config.data.part else 0
+    data = replace(config.data, class_order_seed=-1, root="", download=True, stream="auto", stop_after=stop)
     return replace(config, seed=0, device="", threads=0, data=data, save=SaveConfig())
 
 
@@ -141,11 +148,15 @@ def _details(configs: Sequence[RunConfig], always: Sequence[str]) -> dict[RunCon
         if len(set(longer)) > len(set(seen)):
             chosen, seen = [*chosen, key], longer
     return {
-        config: ", ".join(
-            v if k in ("data.name", "protocol") else f"{k}={v}" for k, v in zip(chosen, values, strict=True)
-        )
+        config: ", ".join(_detail(config, k, v) for k, v in zip(chosen, values, strict=True))
         for config, values in zip(configs, seen, strict=True)
     }
+
+
+def _detail(config: RunConfig, key: str, value: str) -> str:
+    if key == "data.stop_after":
+        return config.data.part or "all tasks"
+    return value if key in ("data.name", "protocol") else f"{key}={value}"
 
 
 def _by_telling(key: str) -> tuple[int, str]:

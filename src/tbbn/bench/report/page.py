@@ -95,6 +95,7 @@ def _runs_table(runs: Runs) -> Table:
     for folder, record in runs.items():
         config = record.run_config
         ended = f"{record.status}: {record.message}" if record.message else record.status
+        ended += f" ({config.data.part})" if config.data.part else ""
         rows.append((str(folder), config.label, str(config.seed), ended, duration(record.seconds)))
     return Table(("folder", "method + norm", "seed", "status", "time"), tuple(rows), align="llrlr", caption="All runs.")
 
