@@ -383,3 +383,11 @@ def test_a_network_without_batch_norm_trains_as_it_is_and_takes_no_other_norm() 
     line = r"norm 'tbbn' replaces batch norms, and backbone '.*NoBatchNorm' has none; norm 'bn' trains it as it is\.$"
     with pytest.raises(UserError, match=line):
         tbbn.run(norm="tbbn", backbone=NoBatchNorm, quiet=True, **settings)
+
+
+def test_a_single_run_in_the_folder_of_a_sweep_gets_one_of_its_own(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"data": "synthetic:4x12x4x8", "quiet": True, "out": tmp_path, "threads": 1}
+    given |= {"data.tasks": 2, "memory.budget": 8, "train.epochs": 1}
+    tbbn.run(seeds=2, **given)
+    (joined,) = tbbn.run(seeds=[5], **given)
+    assert joined.directory == tmp_path / "ft-bn-5" and len(tbbn.load(tmp_path)) == 3

@@ -32,7 +32,7 @@ from tbbn.bench.report.figures import save_figure
 from tbbn.bench.report.plots import figure
 from tbbn.bench.report.tables import summary_table
 from tbbn.bench.runs.interrupt import stop_on_signal
-from tbbn.bench.runs.pending import PendingRun, check_folders, expand
+from tbbn.bench.runs.pending import PendingRun, check_folders, expand, joined
 from tbbn.bench.runs.recipe import Axes, check_number, recipe_text
 from tbbn.bench.runs.record import RECORD, load_predictions, load_record
 from tbbn.bench.runs.sweep import run_all
@@ -72,7 +72,7 @@ def run(
             The function may take ``in_channels``, ``last_relu`` and ``image_size``.
         seeds: a number of seeds, or the seeds.
         out: a folder to keep the runs in, as ``tbbn run`` does: the same call resumes them. By default nothing is written,
-            and the results hold everything.
+            and the results hold everything. A single run in the folder of a sweep gets a folder of its own there.
         overwrite: replace what is in ``out``, instead of resuming it.
         lanes: runs in parallel on one GPU; "auto" or None finds the number that is fastest.
         log: loggers, such as ``"tensorboard"`` (``tbbn list loggers``); they need ``out``.
@@ -108,10 +108,12 @@ def run(
         raise UserError("tbbn.run: log needs a folder for the runs; set out, such as out='runs/mine'.")
     runs = expand(layers, axes, folder)
     check_used(given, [run.config for run in runs])
+    if out is not None:
+        runs = joined(runs)
+        check_folders(runs)
     with run_progress(runs, quiet) as progress:
         if out is None:
             return Results(_in_memory(runs, lanes, progress, source))
-        check_folders(runs)
         return Results(_on_disk(runs, lanes, progress, source, overwrite, recipe_text(layers, axes), loggers))
 
 

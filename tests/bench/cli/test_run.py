@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commandline import TINY, Capture, files, mistake
+from commandline import TINY, Capture, files, interrupted, mistake
 from PIL import Image
 
 from tbbn.bench import config
@@ -19,6 +19,7 @@ from tbbn.bench.cli.train import must_compile_kernels
 from tbbn.bench.config.toml import tomllib
 from tbbn.bench.runs import sweep
 from tbbn.bench.runs.pending import PendingRun
+from tbbn.bench.runs.recipe import RECIPE
 from tbbn.bench.runs.record import load_record
 
 
@@ -153,19 +154,51 @@ def test_lanes_give_the_same_results_as_runs_in_sequence(runs: Path, tmp_path: P
             assert load_record(tmp_path / "few" / folder.name).accuracy == load_record(folder).accuracy
 
 
-def test_a_run_and_a_sweep_do_not_share_a_folder(tmp_path: Path, capsys: Capture) -> None:
-    words = ["run", *TINY, "--out", str(tmp_path), "--quiet", "--name"]
-    assert main([*words, "one"]) == 0 and main([*words, "two", "--seeds", "2"]) == 0
-    capsys.readouterr()
+def test_a_sweep_is_refused_in_the_folder_of_a_run(tmp_path: Path, capsys: Capture) -> None:
+    words = ["run", *TINY, "--out", str(tmp_path), "--quiet", "--name", "one"]
+    assert main(words) == 0
     before = files(tmp_path)
-    way_out = "; use another --name, or delete the folder."
-    line = mistake(capsys, *words, "one", "--seeds", "2")
-    assert line == f"tbbn: {tmp_path / 'one'}: is the folder of a run and cannot hold others{way_out}"
-    for more in ((), ("--overwrite",)):
-        line = mistake(capsys, *words, "two", *more)
-        assert line == f"tbbn: {tmp_path / 'two'}: is the folder of a sweep and cannot be a run itself{way_out}"
+    refused = (
+        f"{tmp_path / 'one'}: is the folder of a run and cannot hold others; use another --name, or delete the folder."
+    )
+    capsys.readouterr()
+    assert mistake(capsys, *words, "--seeds", "2") == f"tbbn: {refused}"
+    assert main([*words, "--seeds", "2", "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith(f" It would be refused: {refused}\n")
     assert files(tmp_path) == before
-    assert main([*words, "one"]) == 0 and main([*words, "two", "--seeds", "3"]) == 0
+
+
+def test_a_run_joins_a_sweep_in_whose_folder_it_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "two"
+    words = ["run", *TINY, "--out", str(tmp_path), "--quiet", "--name", "two"]
+    assert main([*words, "--seeds", "2"]) == 0
+    before = (folder / RECIPE).read_bytes(), (folder / "accuracy.png").read_bytes()
+    capsys.readouterr()
+    joins = f"{folder} is the folder of a sweep; this run joins it, in {folder / 'ft-bn-5'}."
+    assert main([*words, "--seed", "5", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith(f" in {folder / 'ft-bn-5'}. Nothing is there yet, and nothing was trained. {joins}\n")
+    assert main([*words, "--seed", "5"]) == 0 and joins in capsys.readouterr().err
+    assert load_record(folder / "ft-bn-5").status == "finished"
+    assert ((folder / RECIPE).read_bytes(), (folder / "accuracy.png").read_bytes()) == before
+    assert main([*words, "--seed", "1", "--dry-run"]) == 0, "a run that the sweep has"
+    assert "There are 1 finished and 0 unfinished runs" in capsys.readouterr().out
+    assert main([*words, "--seed", "1", "--train.lr", "0.5"]) == 2
+    assert "ft-bn-1: holds a run with another config" in capsys.readouterr().err
+    assert main([*words, "--seeds", "6", "--dry-run", "--overwrite"]) == 0
+    assert "There are 3 runs, which would be replaced." in capsys.readouterr().out
+
+
+def test_a_sweep_says_which_runs_of_another_one_it_forgets(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["run", *TINY, "--out", str(tmp_path), "--quiet", "--name", "two"]
+    interrupted([*words, "--seeds", "3"], monkeypatch)
+    capsys.readouterr()
+    assert main([*words, "--seeds", "4", "--dry-run"]) == 0 and "no longer" not in capsys.readouterr().out
+    lost = "a sweep of which 2 runs have not started (ft-bn-1, ft-bn-2): tbbn resume will no longer start them."
+    assert main([*words, "--seeds", "7,8", "--dry-run"]) == 0 and lost in capsys.readouterr().out
+    assert main([*words, "--seeds", "7,8"]) == 0 and lost in capsys.readouterr().err
 
 
 def test_a_diverged_run_has_an_exit_code_of_its_own(tmp_path: Path, capsys: Capture) -> None:

@@ -83,12 +83,16 @@ def _add_run_options(run: argparse.ArgumentParser, lanes: str) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from tbbn.bench.runs.pending import check_folders
+    from tbbn.bench.runs.pending import check_folders, joined
 
-    runs, folder, recipe = requested_runs(args)
+    asked, folder, recipe = requested_runs(args)
+    runs = joined(asked)
     if args.dry_run:
-        return _dry_run(runs, args.json)
+        return _dry_run(runs, args, joins=runs != asked)
     check_folders(runs)
+    for line in _about_the_sweep_there(runs, joins=runs != asked):
+        print(printable(line), file=sys.stderr)
+    folder = runs[0].directory if runs != asked else folder
     return _train(runs, folder, args, overwrite=args.overwrite, recipe=recipe)
 
 
@@ -297,32 +301,54 @@ def _lanes(text: str) -> int | None:
     return int(text)
 
 
-def _what_is_there(runs: list[PendingRun]) -> str:
+def _about_the_sweep_there(runs: list[PendingRun], *, joins: bool) -> list[str]:
+    """What becomes of a sweep in whose folder these runs are asked for."""
+    from tbbn.bench.runs.pending import forgotten
+
+    folder = runs[0].directory.parent
+    if joins:
+        return [f"{folder} is the folder of a sweep; this run joins it, in {runs[0].directory}."]
+    lost = forgotten(runs)
+    if not lost:
+        return []
+    named = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+    return [
+        f"{folder} is the folder of a sweep of which {len(lost)} runs have not started ({named}): tbbn resume will no longer "
+        "start them. To keep them, run its command again first, or use another --name."
+    ]
+
+
+def _what_is_there(runs: list[PendingRun], overwrite: bool) -> str:
     """What the folders of these runs hold already."""
-    from tbbn.bench.runs.pending import finished_record
+    from tbbn.bench.runs.pending import check_folders, finished_record
     from tbbn.bench.runs.record import RECORD
 
     there = [run for run in runs if (run.directory / RECORD).exists()]
-    if not there:
-        return "Nothing is there yet, and nothing was trained."
     try:
+        check_folders(runs)
+        if overwrite and there:
+            return f"There are {len(there)} runs, which would be replaced."
         finished = sum(finished_record(run) is not None for run in there)
     except UserError as error:
         return f"It would be refused: {error}"
+    if not there:
+        return "Nothing is there yet, and nothing was trained."
     return (
         f"There are {finished} finished and {len(there) - finished} unfinished runs, which would be kept and resumed."
     )
 
 
-def _dry_run(runs: list[PendingRun], as_json: bool) -> int:
+def _dry_run(runs: list[PendingRun], args: argparse.Namespace, *, joins: bool) -> int:
     from tbbn.bench.engine.forecast import forecast
     from tbbn.bench.report.tables import forecast_table
 
     config = runs[0].config
     found = forecast(config)
-    if as_json:
+    there = " ".join([_what_is_there(runs, args.overwrite), *_about_the_sweep_there(runs, joins=joins)])
+    if args.json:
         tree = {"config": cfg.to_dict(config), "tasks": [asdict(task) for task in found.tasks]}
-        print(json.dumps({**tree, "steps": found.all_steps, "runs": len(runs), "note": found.note}, indent=1))
+        more = {"steps": found.all_steps, "runs": len(runs), "note": found.note, "there": there}
+        print(json.dumps(tree | more, indent=1))
         return 0
     print(cfg.to_toml(config))
     print(forecast_table(found.tasks).render("text"))
@@ -330,9 +356,5 @@ def _dry_run(runs: list[PendingRun], as_json: bool) -> int:
         print(f"\n{printable(found.note)}.")
     others = f" This is the first of {len(runs)} runs; the others differ in method, norm or seed." if runs[1:] else ""
     print()
-    print(
-        printable(
-            f"{found.all_steps} training steps (main phases) in {runs[0].directory}.{others} {_what_is_there(runs)}"
-        )
-    )
+    print(printable(f"{found.all_steps} training steps (main phases) in {runs[0].directory}.{others} {there}"))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,26 @@ def runs_of_sweeps(folder: Path) -> list[PendingRun]:
         values, axes = read_recipe(file)
         runs += expand([(str(file), values)], axes, file.parent, resumes=True)
     return runs
+
+
+def joined(runs: Sequence[PendingRun]) -> list[PendingRun]:
+    """The runs; a single one asked for in the folder of a sweep gets a folder of its own there, as the sweep's runs have."""
+    if len(runs) == 1 and (runs[0].directory / RECIPE).exists():
+        return [replace(runs[0], directory=runs[0].directory / run_name(runs[0].config))]
+    return list(runs)
+
+
+def forgotten(runs: Sequence[PendingRun]) -> list[str]:
+    """Runs of the sweep in this folder that have not started and that the recipe of these runs, a new sweep, would lose."""
+    folder = runs[0].directory.parent
+    if len(runs) == 1 or not (folder / RECIPE).exists():
+        return []
+    try:
+        known = [run.directory for run in runs_of_sweeps(folder) if run.directory.parent == folder]
+    except UserError:  # damaged: nobody knows what it asked for
+        return []
+    asked = {run.directory for run in runs}
+    return [place.name for place in known if place not in asked and not (place / RECORD).exists()]
 
 
 def check_folders(runs: Sequence[PendingRun]) -> None:
