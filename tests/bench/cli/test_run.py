@@ -146,6 +146,35 @@ def test_without_arguments_the_demo_runs(capsys: Capture) -> None:
     assert forecast["config"]["memory"]["budget"] == 100
 
 
+@pytest.mark.parametrize(
+    ("norm", "title", "splits"),
+    [
+        ("tbbn", " r*  steps/epoch", [1, 2]),
+        ("bn,tbbn(case=3)", " r* of tbbn(case=3)  steps/epoch", [1, 2]),
+        ("bn,weighted,cn", "batch  steps/epoch", [None, None]),
+    ],
+)
+def test_a_dry_run_shows_the_splits_of_norms_that_have_some(
+    norm: str, title: str, splits: list[int | None], tmp_path: Path, capsys: Capture
+) -> None:
+    words = [
+        "run",
+        *TINY,
+        "--batch.size",
+        "9",
+        "--batch.ratio",
+        "2:1",
+        "--norm",
+        norm,
+        "--out",
+        str(tmp_path),
+        "--dry-run",
+    ]
+    assert main(words) == 0 and title in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    assert [task["splits"] for task in json.loads(capsys.readouterr().out)["tasks"]] == splits
+
+
 def test_lanes_give_the_same_results_as_runs_in_sequence(runs: Path, tmp_path: Path, capsys: Capture) -> None:
     words = ["run", *TINY, "--norm", "bn,gn(groups=8)", "--seeds", "2", "--out", str(tmp_path), "--name", "few"]
     assert main([*words, "--lanes", "3", "--quiet"]) == 0

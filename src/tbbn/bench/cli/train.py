@@ -340,18 +340,22 @@ def _what_is_there(runs: list[PendingRun], overwrite: bool) -> str:
 
 def _dry_run(runs: list[PendingRun], args: argparse.Namespace, *, joins: bool) -> int:
     from tbbn.bench.engine.forecast import forecast
+    from tbbn.bench.engine.setup import has_splits
     from tbbn.bench.report.tables import forecast_table
 
     config = runs[0].config
-    found = forecast(config)
+    split = next((run.config for run in runs if has_splits(run.config)), None)
+    found = forecast(config if split is None else replace(config, norm=split.norm))
     there = " ".join([_what_is_there(runs, args.overwrite), *_about_the_sweep_there(runs, joins=joins)])
     if args.json:
-        tree = {"config": cfg.to_dict(config), "tasks": [asdict(task) for task in found.tasks]}
+        tasks = [asdict(task) | ({} if split else {"splits": None}) for task in found.tasks]
+        tree = {"config": cfg.to_dict(config), "tasks": tasks}
         more = {"steps": found.all_steps, "runs": len(runs), "note": found.note, "there": there}
         print(json.dumps(tree | more, indent=1))
         return 0
     print(cfg.to_toml(config))
-    print(forecast_table(found.tasks).render("text"))
+    title = "" if split is None else "r*" if split.norm == config.norm else f"r* of {split.norm}"
+    print(forecast_table(found.tasks, title).render("text"))
     if found.note:
         print(f"\n{printable(found.note)}.")
     others = f" This is the first of {len(runs)} runs; the others differ in method, norm or seed." if runs[1:] else ""

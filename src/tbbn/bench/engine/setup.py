@@ -200,6 +200,13 @@ def _convert(module: nn.Module, config: RunConfig, sync: bool) -> None:
     convert(module, config.norm.name, sync=sync and not per_sample, **config.norm.dict())
 
 
+def has_splits(config: RunConfig) -> bool:
+    """Whether the config's norm divides a batch into r* splits."""
+    layer = nn.Sequential(nn.BatchNorm2d(64))
+    _convert(layer, config, sync=False)
+    return any(getattr(getattr(made, "options", None), "kind", "") == "tbbn" for made in layer.modules())
+
+
 def check_ranks(config: RunConfig) -> None:
     """Raise if several ranks cannot train the config: its norm cannot synchronise, or its device is that of one rank."""
     if config.device.startswith("cuda:"):

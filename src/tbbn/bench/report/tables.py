@@ -120,22 +120,13 @@ def _status(records: Sequence[Record]) -> str:
     return ", ".join(f"{n} {state}" for state, n in states.items())
 
 
-def forecast_table(entries: Sequence[TaskForecast]) -> Table:
-    """What a run will do: a row per task."""
-    header = ("task", "classes", "images", "exemplars", "batch", "r*", "steps/epoch", "steps")
+def forecast_table(entries: Sequence[TaskForecast], splits: str = "r*") -> Table:
+    """What a run will do: a row per task. ``splits`` is the title of the column of r*; without one, there is no such column."""
+    header = ("task", "classes", "images", "exemplars", "batch", *([splits] if splits else []), "steps/epoch", "steps")
     rows = []
     for e in entries:
-        numbers = (
-            e.task + 1,
-            e.classes,
-            e.images,
-            e.exemplars,
-            f"{e.current}+{e.memory}",
-            e.splits,
-            e.steps,
-            e.all_steps,
-        )
-        rows.append(tuple(map(str, numbers)))
+        batch = (f"{e.current}+{e.memory}", *([e.splits] if splits else []))
+        rows.append(tuple(map(str, (e.task + 1, e.classes, e.images, e.exemplars, *batch, e.steps, e.all_steps))))
     return Table(header, tuple(rows))
 
 
