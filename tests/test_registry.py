@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tbbn.errors import UserError
 from tbbn.options import Option, option, options_of
-from tbbn.plugins import load_plugin, temporary
+from tbbn.plugins import SESSION, load_plugin, origin_of, temporary
 from tbbn.registry import (
     BUILT_IN,
     METHODS,
@@ -163,6 +164,14 @@ def test_a_file_is_a_plugin_known_by_its_hash(tmp_path: Path) -> None:
     plugin(file, NORM + "x = 1")
     assert load_plugin(str(file)).sha256 != origin.sha256
     assert NORMS.get("filed") is not norm  # it has changed
+
+
+def test_what_a_script_registers_comes_from_its_file(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("x = 1\n")
+    found = origin_of({"__name__": "__main__", "__file__": str(script)})
+    assert found == Origin(str(script), sha256=hashlib.sha256(b"x = 1\n").hexdigest())
+    assert origin_of({"__name__": "__main__"}) == SESSION, "typed, or in a notebook"
 
 
 def test_a_module_is_a_plugin_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

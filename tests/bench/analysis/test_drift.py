@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tinyrun import finish, tiny
 from torch import Tensor
 from torch.nn import functional as F
 
+from tbbn.bench.analysis import figures
 from tbbn.bench.analysis.drift import LayerDrift, drift, drift_table
 from tbbn.bench.analysis.loading import run_after
 from tbbn.bench.engine.loop import Run
@@ -111,3 +113,18 @@ def test_of_many_runs_the_table_has_a_row_each_that_fits_a_terminal() -> None:
     assert max(map(len, table.render("text").splitlines())) <= 110
     both = drift_table(["x", "y"], runs[:2])
     assert both.rows[0] == ("a", "0.100", "20.0", "50.0", "0.200", "20.0", "50.0") and len(both.rows) == 3
+
+
+def test_the_figure_of_drift_shows_both_distances_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
+    runs = [[LayerDrift("a", 0.1, 0.2, 0.5), LayerDrift("b", 0.3, 0.4, 0.7)], [LayerDrift("a", 1, 1, 0.2)]]
+    figures.drift_figure(["bn", "tbbn"], runs, tmp_path / "drift.png")
+    left, right = drawn[0].axes
+    assert [list(line.get_ydata()) for line in left.lines] == [[0.1, 0.3], [1]]
+    assert list(right.lines[0].get_ydata()) == pytest.approx([50, 70]) and list(right.lines[1].get_ydata()) == [20]
+    assert (left.get_ylabel(), right.get_ylabel()) == ("running mean off (sd)", "weight of the newest task (%)")
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["bn", "tbbn"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,21 @@ def test_a_panel_for_each_norm_shows_the_mean_over_its_seeds(tmp_path: Path, mon
     assert list(best.get_xdata()) == [1.5, 3] and list(best.get_ydata()) == pytest.approx([50, 80])
     alone = {line.get_label(): line for line in bn.lines}["new task"]
     assert list(alone.get_ydata()) == pytest.approx([20, 40, 60])
+
+
+def test_lines_divide_tasks_and_dotted_ones_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
+    run = [score(0, 0, 1, 1), score(0, 1, 1, 1), score(1, 0, 1, 1), score(1, 0, 1, 1, "balanced")]
+    figures.epochs_figure({"eeil + bn": [run]}, tmp_path / "epochs.png")
+    upright = [line for line in drawn[0].axes[0].lines if list(line.get_ydata()) == [0, 1]]
+    assert [(line.get_xdata()[0], line.get_linestyle()) for line in upright] == [(2.5, "-"), (3.5, ":")]
+
+
+def test_the_new_task_is_none_of_the_past_ones() -> None:
+    scored = EpochScore(2, "train", 0, 0.1, (0.2, 0.4, 0.9), 1.0, 1.0)
+    assert (scored.past, scored.new, scored.mean) == pytest.approx((0.3, 0.9, 0.5))
+    assert math.isnan(score(0, 0, 1, 1).past)
 
 
 def test_kept_epochs_are_read_from_the_history() -> None:

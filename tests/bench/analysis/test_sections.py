@@ -47,9 +47,14 @@ def test_the_drift_is_a_mean_over_seeds_and_layers(monkeypatch: pytest.MonkeyPat
     section = drift_section(runs, 7)
     assert section.tables[0].rows == (("ft + bn", "2", "0.700", "30.0", "60.0"),)
     assert section.line.endswith("Not measured: 2 runs (gn-0: is not saved).")
+    assert section.tables[0].caption.startswith("Drift") and "newest task: its weight" in section.tables[0].notes[0]
     (panel,) = section.panels
-    (line,) = panel.figure().axes[0].lines
+    (axes,) = panel.figure().axes
+    (line,) = axes.lines
     assert list(line.get_ydata()) == pytest.approx([0.6, 0.8])
+    assert axes.get_ylim()[0] == 0, "a distance: its place above 0 says how large it is"
+    finished = {folder: record for folder, record in runs.items() if folder.name.startswith("bn")}
+    assert "Not measured" not in drift_section(finished, 7).line
 
 
 def test_a_page_says_why_no_drift_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
