@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tbbn.bench import speed
+from tbbn.bench.cli import speed as cli
 from tbbn.bench.cli.main import main
 from tbbn.bench.config import RunConfig
 from tbbn.bench.timing import Work
@@ -61,7 +63,9 @@ def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], m
     assert main(words) == 0
     said = capsys.readouterr()
     assert "tbbn ratio" in said.out and "1.250" in said.out
-    assert said.err.splitlines()[0] == "layers: 64x2x2x2 fp32 nchw" and said.err.splitlines()[-1] == "steps: small fp32"
+    first, *rows = said.err.splitlines()
+    assert re.fullmatch(r"this takes about [\d.]+ s", first)
+    assert (rows[0], rows[-1]) == ("1/3 layers: 64x2x2x2 fp32 nchw", "3/3 steps: small fp32")
 
 
 def test_a_row_that_runs_out_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,3 +127,32 @@ def test_a_step_is_timed_within_seconds_however_slow_it_is(seconds, calls, monke
 
     monkeypatch.setattr(speed, "device_clock", lambda device: clock)
     assert speed.step_seconds("small", "bn", "fp32", 8, CPU) == seconds and len(done) == calls
+
+
+def test_the_estimate_counts_rows_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step_seconds(name: str, *_: object, limit: float) -> float:
+        if name == "resnet18":
+            raise torch.OutOfMemoryError
+        return {"small": 0.01, "resnet32": 1.0}[name]
+
+    monkeypatch.setattr(speed, "step_seconds", step_seconds)
+    given = {"norms": ("tbbn",), "precisions": ("fp32",), "epochs": 4}
+    layers = 2 * 3 * 1.0
+    alone = speed.estimate_seconds(CPU, backbones=("small", "resnet32", "resnet18"), n_lanes=(), **given)
+    assert alone == pytest.approx(layers + (2 * 0.01 * 5 + 6) + (2 * 1.0 * 5 + 2 * 1.0 * 9))
+    lanes = speed.estimate_seconds(CPU, backbones=("small",), n_lanes=(1, 2), **given)
+    assert lanes - (layers + 6.1) == pytest.approx(3 * 0.01 * 4 * (70 + 80))  # three runs, four epochs of two tasks
+
+
+def test_a_long_row_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    monkeypatch.setattr(cli.time, "monotonic", lambda: now)
+    progress = cli._Progress()
+    progress.row("9/9 lanes: 1 x fp32")
+    for now in range(25):
+        progress.share(now / 24)
+    assert capsys.readouterr().err.splitlines() == ["9/9 lanes: 1 x fp32", "  8 %", "  50 %", "  92 %"]
+    shares: list[float] = []
+    given = {"data": "synthetic:10x8x1x8", "tasks": 5, "on_share": shares.append}
+    speed.time_lanes(2, ("bn", "tbbn"), "small", "fp32", CPU, epochs=2, **given)
+    assert shares == sorted(shares) and shares[-1] == 1.0

@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any
@@ -18,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tbbn
-from tbbn.bench.config import resolve
+from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.engine import Event, run_lanes
 from tbbn.bench.engine.events import EpochEnded, Stepped
+from tbbn.bench.engine.forecast import forecast
 from tbbn.bench.engine.torch_settings import torch_settings
 from tbbn.bench.models import backbone
 from tbbn.bench.timing import Work, captured, copy_bandwidth, device_clock, median_ratio, peak_memory, time_interleaved
@@ -31,6 +33,9 @@ SHAPES = ((64, 16, 32, 32), (64, 32, 16, 16), (64, 64, 8, 8), (64, 64, 56, 56), 
 LAYOUT = {"current": 48, "memory": 16, "past_tasks": 9}  # the paper's batch in its last task: r = 16
 FORMATS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LANE_DATA, LANE_TASKS = "synthetic:100x500x1x32", 10  # of CIFAR's size
+LAYER_SECONDS = 1.0  # that a row of the layer table takes, warming up included
+STEP_ROUNDS, STEP_WARM_UP = 9, 5  # of a norm in a row of the step table: at least so many steps
 PASSES = 5  # forward reads x and writes y; backward reads g and x and writes dx. No layer moves less
 
 Report = Callable[[str], None]
@@ -156,7 +161,7 @@ def time_step(name: str, norms: Sequence[str], precision: str, size: int, device
             work = step_work(name, norm, precision, size, device)
             peaks[norm] = peak_memory(work, device)
             works[norm] = captured(work, device)
-        times = time_interleaved(works, device, seconds=2.0 if device.type == "cuda" else 6.0)
+        times = time_interleaved(works, device, seconds=_step_seconds(device))
     row: dict[str, Any] = {"backbone": name, "size": size, "precision": precision}
     for norm, seconds in times.items():
         row[norm] = {"ms": 1e3 * median(seconds)} | _relative(norm, times, peaks)
@@ -175,21 +180,10 @@ def step_seconds(name: str, norm: str, precision: str, size: int, device: torch.
 # -- Runs in parallel lanes -------------------------------------------------------------------------------------------
 
 
-def time_lanes(
-    n: int,
-    norms: Sequence[str],
-    name: str,
-    precision: str,
-    device: torch.device,
-    epochs: int,
-    data: str = "synthetic:100x500x1x32",
-    tasks: int = 10,
-) -> dict[str, Any]:
-    """One row of the lane table: ``n`` whole runs in parallel on synthetic images of CIFAR's size.
-
-    Timed in the runs' second task, from epoch end to epoch end. That includes all a run does there: drawing the epoch,
-    augmentation, the captured step, validation.
-    """
+def lane_configs(
+    n: int, norms: Sequence[str], name: str, precision: str, device: torch.device, epochs: int, data: str, tasks: int
+) -> list[RunConfig]:
+    """The runs of a row of the lane table."""
     settings = {
         "device": device.type,
         "protocol": "paper",
@@ -201,13 +195,37 @@ def time_lanes(
         "data.stop_after": 2,
         "train.epochs": epochs,
     }
-    configs = [
+    return [
         resolve(("speed", {**settings, "norm.name": norms[i % len(norms)], "seed": i // len(norms)})) for i in range(n)
     ]
+
+
+def time_lanes(
+    n: int,
+    norms: Sequence[str],
+    name: str,
+    precision: str,
+    device: torch.device,
+    epochs: int,
+    data: str = LANE_DATA,
+    tasks: int = LANE_TASKS,
+    on_share: Callable[[float], None] = lambda share: None,
+) -> dict[str, Any]:
+    """One row of the lane table: ``n`` whole runs in parallel on synthetic images of CIFAR's size.
+
+    Timed in the runs' second task, from epoch end to epoch end. That includes all a run does there: drawing the epoch,
+    augmentation, the captured step, validation. ``on_share`` is told after each step what share of all steps is done.
+    """
+    configs = lane_configs(n, norms, name, precision, device, epochs, data, tasks)
+    done, all_steps = 0, n * forecast(configs[0]).all_steps
     steps: dict[int, int] = {}
     ends: dict[int, list[tuple[float, int]]] = {i: [] for i in range(n)}
 
     def on_event(lane: int, event: Event) -> None:
+        nonlocal done
+        if isinstance(event, Stepped):
+            done += 1
+            on_share(done / all_steps)
         if isinstance(event, Stepped) and event.position.task == 1:
             steps[lane] = steps.get(lane, 0) + 1
         elif isinstance(event, EpochEnded) and event.position.task == 1:
@@ -217,10 +235,10 @@ def time_lanes(
     # The window in which all lanes train: from the latest first epoch end to the earliest last one.
     begin, end = max(e[0][0] for e in ends.values()), min(e[-1][0] for e in ends.values())
     seconds = max(end - begin, 1e-9)
-    done = [steps_between(ends[i], begin, end) for i in range(n)]
-    rate = sum(done) / seconds
+    within = [steps_between(ends[i], begin, end) for i in range(n)]
+    rate = sum(within) / seconds
     own = {
-        norm: [seconds / d for d, c in zip(done, configs, strict=True) if c.norm.name == norm and d] for norm in norms
+        norm: [seconds / d for d, c in zip(within, configs, strict=True) if c.norm.name == norm and d] for norm in norms
     }
     return {
         "lanes": n,
@@ -250,6 +268,47 @@ def steps_between(ends: list[tuple[float, int]], begin: float, end: float) -> fl
 # -- All three --------------------------------------------------------------------------------------------------------
 
 
+def _step_seconds(device: torch.device) -> float:
+    """For how long a row of the step table is timed, where its steps are fast."""
+    return 2.0 if device.type == "cuda" else 6.0
+
+
+def _layer_rows(device: torch.device) -> list[tuple[tuple[int, ...], str, str]]:
+    on_gpu = device.type == "cuda"
+    kinds = [("fp32", "nchw"), ("fp32", "channels_last"), *([("bf16", "channels_last")] if on_gpu else [])]
+    return [(shape, dtype, fmt) for dtype, fmt in kinds for shape in (SHAPES if on_gpu else SHAPES[:3])]
+
+
+def _size(name: str) -> int:
+    """The side of the images on which a backbone is timed."""
+    return 224 if name.startswith(("resnet18", "resnet34")) else 32
+
+
+def estimate_seconds(
+    device: torch.device,
+    *,
+    backbones: Sequence[str],
+    norms: Sequence[str],
+    precisions: Sequence[str],
+    n_lanes: Sequence[int],
+    epochs: int,
+) -> float:
+    """How long :func:`measure_speed` will take, from a few steps of each backbone; on a GPU lanes take less, as they overlap."""
+    total = LAYER_SECONDS * len(_layer_rows(device))
+    n_norms = len(dict.fromkeys(("bn", *norms)))
+    for name in backbones:
+        for precision in precisions:
+            try:
+                step = step_seconds(name, "bn", precision, _size(name), device, limit=0.5)
+            except torch.OutOfMemoryError:  # the row will say so
+                continue
+            total += n_norms * step * STEP_WARM_UP + max(_step_seconds(device), n_norms * step * STEP_ROUNDS)
+            if name == backbones[0] and n_lanes:
+                (config,) = lane_configs(1, norms, name, precision, device, epochs, LANE_DATA, LANE_TASKS)
+                total += sum(n_lanes) * step * forecast(config).all_steps
+    return total
+
+
 def measure_speed(
     device: torch.device,
     *,
@@ -259,18 +318,23 @@ def measure_speed(
     n_lanes: Sequence[int] = (1,),
     epochs: int = 4,
     on_row: Report = lambda text: None,
+    on_share: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Any]:
-    """All tables. A row that runs out of memory says so; the others are still measured."""
+    """All tables. A row that runs out of memory says so; the others are still measured.
+
+    ``on_row`` is told what is measured next, ``on_share`` how much of a row of parallel runs is done.
+    """
     found: dict[str, Any] = {"machine": machine(device), "layers": [], "steps": [], "lanes": []}
     bandwidth = copy_bandwidth(device)
     found["machine"]["copy_gb_per_second"] = f"{bandwidth / 1e9:.0f}"
     others = [norm for norm in norms if norm != "bn"]
-    kinds = [("fp32", "nchw"), ("fp32", "channels_last")]
-    kinds += [("bf16", "channels_last")] if device.type == "cuda" else []
-    shapes = SHAPES if device.type == "cuda" else SHAPES[:3]
+    layer_rows = _layer_rows(device)
+    n_rows, row = len(layer_rows) + (len(backbones) + len(n_lanes)) * len(precisions), 0
 
     def attempt(table: str, what: str, measure: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-        on_row(f"{table}: {what}")
+        nonlocal row
+        row += 1
+        on_row(f"{row}/{n_rows} {table}: {what}")
         try:
             found[table].append(measure(*arguments))
         except torch.OutOfMemoryError:
@@ -278,17 +342,14 @@ def measure_speed(
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
-    for dtype, fmt in kinds:
-        for shape in shapes:
-            what = f"{'x'.join(map(str, shape))} {dtype} {fmt}"
-            attempt("layers", what, time_layer, shape, dtype, fmt, device, bandwidth, others)
+    for shape, dtype, fmt in layer_rows:
+        what = f"{'x'.join(map(str, shape))} {dtype} {fmt}"
+        attempt("layers", what, time_layer, shape, dtype, fmt, device, bandwidth, others)
     for name in backbones:
-        size = 224 if name.startswith(("resnet18", "resnet34")) else 32
         for precision in precisions:
-            attempt("steps", f"{name} {precision}", time_step, name, norms, precision, size, device)
+            attempt("steps", f"{name} {precision}", time_step, name, norms, precision, _size(name), device)
+    lanes = partial(time_lanes, on_share=on_share)
     for n in n_lanes:
         for precision in precisions:
-            attempt(
-                "lanes", f"{n} x {precision}", time_lanes, n, norms, backbones[0], precision, device, epochs
-            )  # fmt: skip
+            attempt("lanes", f"{n} x {precision}", lanes, n, norms, backbones[0], precision, device, epochs)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from tbbn.bench.cli.common import Command
 from tbbn.errors import UserError, unknown_name
 from tbbn.registry import BACKBONES, NORMS, Registry
 
+FIRST, THEN = 2.0, 10.0  # seconds before progress inside a row is shown, and shown again
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
@@ -33,7 +35,8 @@ def add(command: Command) -> None:
 def _speed(args: argparse.Namespace) -> int:
     import torch
 
-    from tbbn.bench.speed import measure_speed
+    from tbbn.bench.report.cost import duration
+    from tbbn.bench.speed import estimate_seconds, measure_speed
 
     if args.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"unknown device {args.device!r}; use 'cuda' for a GPU, 'cpu' or 'auto'.")
@@ -45,17 +48,39 @@ def _speed(args: argparse.Namespace) -> int:
     precisions = _names("precision", args.precision or ("tf32,bf16" if on_gpu else "fp32"), PRECISIONS)
     if not on_gpu and precisions != ["fp32"]:
         raise UserError(f"--precision must be fp32 on a CPU, got {','.join(precisions)}.")
-    found = measure_speed(
-        torch.device("cuda" if on_gpu else "cpu"),
-        backbones=_names("backbone", args.backbone, BACKBONES),
-        norms=_names("norm", args.norm, NORMS),
-        precisions=precisions,
-        n_lanes=_numbers(args.lanes or ("1,4,8" if on_gpu else "1")),
-        epochs=args.epochs,
-        on_row=(lambda row: None) if args.quiet else (lambda row: print(row, file=sys.stderr, flush=True)),
-    )
+    device = torch.device("cuda" if on_gpu else "cpu")
+    given: dict[str, Any] = {
+        "backbones": _names("backbone", args.backbone, BACKBONES),
+        "norms": _names("norm", args.norm, NORMS),
+        "precisions": precisions,
+        "n_lanes": _numbers(args.lanes or ("1,4,8" if on_gpu else "1")),
+        "epochs": args.epochs,
+    }
+    if args.quiet:
+        found = measure_speed(device, **given)
+    else:
+        _say(f"this takes about {duration(estimate_seconds(device, **given))}")
+        progress = _Progress()
+        found = measure_speed(device, **given, on_row=progress.row, on_share=progress.share)
     print(json.dumps(found, indent=1) if args.json else speed_tables(found))
     return 0
+
+
+class _Progress:
+    """Says what is measured, and how far a long row is: after two seconds, then every ten."""
+
+    def row(self, text: str) -> None:
+        _say(text)
+        self.due = time.monotonic() + FIRST
+
+    def share(self, done: float) -> None:
+        if time.monotonic() >= self.due:
+            _say(f"  {100 * done:.0f} %")
+            self.due = time.monotonic() + THEN
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _names(kind: str, text: str, known: Sequence[str] | Registry[Any]) -> list[str]:
