@@ -71,7 +71,7 @@ def _draw_training(dice: random.Random) -> Step:
         return {"do": "resume", "where": where, "lanes": lanes}
     name = dice.choice(("a", "a", SWEEP))
     do = {"a": "run", SWEEP: "sweep"}[name]
-    if dice.random() < 0.03:  # a run in a sweep's folder, or the other way round
+    if dice.random() < 0.1:  # a run in a sweep's folder, or the other way round
         do = "run" if do == "sweep" else "sweep"
     return {"do": do, "name": name, "seed": dice.choice((0, 0, 1)), "lanes": lanes, "overwrite": dice.random() < 0.25}
 
@@ -209,7 +209,8 @@ def _seeds(step: Step, folder: str) -> list[int]:
     """The seeds whose runs a command may put into a folder."""
     if step["do"] == "sweep":
         return [seed for seed in SEEDS if folder == f"{step['name']}/ft-tbbn-{seed}"]
-    return [step["seed"]] if step["do"] == "run" and step["name"] == folder else []
+    joined = f"{step.get('name')}/ft-tbbn-{step.get('seed')}"  # where a run goes that finds a sweep
+    return [step["seed"]] if step["do"] == "run" and folder in (step["name"], joined) else []
 
 
 def _check_kept(folder: str, old: Known | None, new: Known | None, replacing: Iterable[int]) -> None:
@@ -242,13 +243,14 @@ def _must_succeed(world: World, step: Step) -> bool:
 
 def check_outcome(world: World, step: Step, ended: Ended, fault: Step | None) -> None:
     """Raise `Broken` unless a command did its work, ended by the signal it got, or refused in one line with a way out."""
-    said = [line for line in ended.err.splitlines() if not line.startswith("tbbn: stopping after this step")]
+    lines = [line for line in ended.err.splitlines() if not line.startswith("tbbn: stopping after this step")]
+    said = [line for line in lines if line.startswith("tbbn: ") or " is the folder of a sweep" not in line]
     kind, what = (fault or {}).get("kind"), f"{words_of(step)} {fault}: {ended.code}\n{ended.err}"
     if ended.code == CRASHED or "Traceback" in ended.err or "unexpected" in ended.err:
         raise Broken(f"traceback: {what}")
     if ended.code == 0:
         if step["do"] not in READ:
-            _check_done(world, step)
+            _check_done(world, step, ended.err)
     elif ended.code == 130:
         if kind not in ("term", "hangup", "ctrl-c", "twice") or said[-1:] != [
             "tbbn: interrupted; run the same command again to resume."
@@ -283,9 +285,13 @@ def _targets(step: Step) -> list[str]:
     return [folder for folder in FOLDERS if _seeds(step, folder)]
 
 
-def _check_done(world: World, step: Step) -> None:
+def _check_done(world: World, step: Step, said: str) -> None:
     """After a command that says it did its work, every run is finished, and what a checkpoint knows is in its files."""
+    joined = re.search(r"this run joins it, in (\S+)\.$", said, re.MULTILINE)
+    only = (joined[1] if joined else step["name"]) if step["do"] == "run" else None
     for name in _targets(step):
+        if only not in (None, name):
+            continue
         folder = Path(name)
         if step["do"] == "resume" and not (folder / "record.json").exists():
             continue  # nothing to resume there
