@@ -48,6 +48,11 @@ AREAS = {  # where the code is, below the package; its tests are in the folder o
     "engine": ["bench/engine", "bench/seeds.py"],
     "runs": ["bench/runs", "bench/files.py"],
     "report": ["bench/metrics.py", "bench/report"],
+    "analysis": ["bench/analysis"],
+    "paper": ["paper"],
+    "cli": ["bench/cli"],
+    "plugins": ["plugins.py", "registry.py", "options.py"],
+    "exchange": ["bench/interchange", "bench/loggers"],
 }
 LEFT_OUT = ("/stateful/", "_examples.", "_dist.")  # slow or random, and others see the same code
 LATE = ("accelerators", "/cli/", "/fuzz/", "_compile.", "_docs.", "_export.", "_speed.")  # slow: for those that survive

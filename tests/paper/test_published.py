@@ -152,6 +152,9 @@ def test_only_runs_of_the_table_count_and_each_once() -> None:
     assert (
         compare(TABLE1, [one, unfinished]).notes[-1] == "Runs of this table that are not finished, and not counted: 1."
     )
+    shorter = replace(run_of("bn", 3, 0.9, **{"train.scale": 0.1}), status="interrupted")
+    assert "not counted" not in compare(TABLE1, [one, shorter]).notes[-1]
+    assert "not counted: 1." in compare(TABLE1, [shorter], {"train.scale": 0.1}).notes[-1]
     assert unfinished.status == "interrupted" and "finished" not in compare(TABLE1, [one]).notes[-1]
     assert cells([one, *other], "ft + bn", **{"train.keep": "last"})[:3] == ("1", "35.41", "90.0")
 

@@ -13,6 +13,8 @@ from commandline import Capture, files, mistake
 from tbbn.bench.cli.main import main
 from tbbn.bench.runs.record import load_record
 
+REPOSITORY = Path(__file__).parents[3]
+
 
 @pytest.fixture
 def report(runs: Path, capsys: Capture):
@@ -92,6 +94,14 @@ def test_a_page_and_all_its_files(report, tmp_path: Path) -> None:
     ]
     tables = ["cost", "drift", "environment", "errors", "gain", "results", "runs", "settings", "shares"]
     assert files(folder) == sorted([*figures, *(f"{name}.{suffix}" for name in tables for suffix in ("csv", "tex"))])
+
+
+def test_a_page_of_runs_of_the_paper_has_its_tables_beside_them(tmp_path: Path) -> None:
+    run, page = REPOSITORY / "results" / "cifar100-table2" / "eeil-cn-0", tmp_path / "page.html"
+    assert main(["report", str(run), "--html", str(page), "--files", str(tmp_path)]) == 0
+    assert "Beside the paper" in page.read_text()
+    (row,) = list(csv.reader((tmp_path / "paper.csv").read_text().splitlines()))[1:]
+    assert row[:4] == ["eeil + cn", "1", "39.98", f"{100 * load_record(run).metrics['final_accuracy']:.1f}"]
 
 
 def test_folders_keep_the_order_in_which_they_are_first_named(
