@@ -90,3 +90,21 @@ def test_runs_of_a_moved_sweep_that_never_started_find_the_data(monkeypatch: pyt
     Path("here").rename("there")
     assert main(("resume", "runs/x", "--quiet", "--data.root", "there")) == 0
     assert load_record(Path("runs/x/ft-bn-1")).status == "finished"
+
+
+def test_other_data_of_the_same_name_are_refused(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(("run", *PLACED, "--name", "x", "--data.root", "here"), monkeypatch)
+    Path("other").mkdir()
+    parts = torch.load("here/placed.pt")
+    torch.save(tuple((255 - images, labels) for images, labels in parts), "other/placed.pt")
+    before = Path("runs/x/record.json").read_bytes()
+    capsys.readouterr()
+    said = mistake(capsys, "resume", "runs/x", "--quiet", "--data.root", "other")
+    assert "runs/x: was trained on other data than placed in other (mean: " in said
+    assert "name the folder of its own data with --data.root" in said
+    assert Path("runs/x/record.json").read_bytes() == before
+    for command in ("drift", "slots"):
+        assert "was trained on other data" in mistake(capsys, command, "runs/x", "--data.root", "other")
+    assert main(("resume", "runs/x", "--quiet", "--data.root", "here")) == 0
+    assert main(("verify", "runs/x", "--data.root", "other")) == 1
+    assert "data: the record says" in capsys.readouterr().out

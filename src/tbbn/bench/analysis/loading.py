@@ -10,6 +10,7 @@ from tbbn.bench.engine.plugins import require_plugins
 from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.crosscheck import same_place
 from tbbn.bench.runs.record import load_record
+from tbbn.bench.runs.state import require_same_data
 from tbbn.errors import UserError
 
 
@@ -28,6 +29,7 @@ def run_after(folder: str | Path, task: int | None = None, root: str | None = No
         )
     values, tensors = checkpoint.after_task(directory, wanted + 1)
     run = Run(same_place(record, root))
+    require_same_data(record, run.record, str(directory))
     weights = {key: tensor.to(run.device) for key, tensor in checkpoint.section(tensors, "network").items()}
     run.network.restore(weights, values["task_sizes"])
     run.network.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tbbn.bench.data.batches import BatchSpec
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.loop import BestEpoch, Run
 from tbbn.bench.engine.phase import STATE, optimizer_state
+from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.step import SavedTotals
 from tbbn.bench.engine.task import PhaseRows
 from tbbn.bench.runs import checkpoint
@@ -114,8 +116,9 @@ def restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where:
 def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
     run.position = Position(**values["position"])
     _check(run, tensors)
-    here = run.record.environment
-    run.record = record_from(values["record"], where)
+    here, saved = run.record.environment, record_from(values["record"], where)
+    require_same_data(saved, run.record, where)
+    run.record = saved
     run.record.config = {**run.record.config, "data": to_dict(run.config)["data"]}  # the data may lie elsewhere now
     if here not in (run.record.environment, *run.record.resumed):
         run.record.resumed.append(here)
@@ -139,6 +142,20 @@ def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where
         )
         for i, entry in enumerate(values["totals"])
     }
+
+
+def require_same_data(saved: Record, here: Record, where: str) -> None:
+    """Raise if a run was trained on other data than it finds here, as in a wrong ``data.root``."""
+    one, other = ({**r.data, "class_order": r.class_order, "skipped": r.skipped} for r in (saved, here))
+    changed = next((key for key in one if one[key] != other.get(key)), "")
+    if changed:
+        pairs = zip_longest(one[changed], other.get(changed, ()))
+        was, now = next((a, b) for a, b in pairs if a != b)
+        data = here.run_config.data
+        raise UserError(
+            f"{where}: was trained on other data than {data.name} in {data.root} ({changed}: {was!r:.40} then, {now!r:.40} "
+            "now); name the folder of its own data with --data.root."
+        )
 
 
 def _check(run: Run, tensors: dict[str, Tensor]) -> None:
