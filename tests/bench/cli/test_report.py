@@ -71,6 +71,9 @@ def test_mistakes_are_one_line_and_leave_nothing(runs: Path, tmp_path: Path, cap
     assert "--drift takes a number of images from 1 on, got 0." in wrong(
         "--html", str(tmp_path / "x.html"), "--drift", "0"
     )
+    picture = ("--plot", str(tmp_path / "x.png"))  # could be drawn, but comes before what is wrong
+    assert wrong(*picture, "--html", str(tmp_path / "x.txt")).endswith("x.txt'.")
+    assert "got 0." in wrong(*picture, "--files", str(tmp_path / "all"), "--drift", "0")
     assert files(tmp_path) == []
 
 

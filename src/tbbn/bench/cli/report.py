@@ -58,6 +58,7 @@ def _report(args: argparse.Namespace) -> int:
     if form not in FORMATS:
         raise unknown_name("format", form, FORMATS)
     metrics = parse_metrics(args.metrics) if args.metrics is not None else ()
+    _check_files(args)
     runs = {folder: load_record(folder) for folder in run_folders(args.runs)}
     records = list(runs.values())
     if form in ("csv", "json"):
@@ -72,11 +73,19 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_files(args: argparse.Namespace) -> None:
+    """Raise for files that cannot be made: now, not after the work for another one."""
+    if args.drift is not None and not (args.html or args.files):
+        raise UserError("--drift adds a section to a page; name the page: --html FILE, or --files FOLDER.")
+    if args.drift is not None and args.drift < 1:
+        raise UserError(f"--drift takes a number of images from 1 on, got {args.drift}.")
+    if args.html and Path(args.html).suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--html takes a file that ends in .html, got {args.html!r:.200}.")
+
+
 def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list[str]:
     """Write the figure, the page and the files that were asked for; a line about each."""
     lines = []
-    if args.drift is not None and not (args.html or args.files):
-        raise UserError("--drift adds a section to a page; name the page: --html FILE, or --files FOLDER.")
     if args.plot:
         from tbbn.bench.report.figures import save_figure
         from tbbn.bench.report.plots import figure
@@ -88,8 +97,6 @@ def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list
 
         analyses = [shares_section(list(runs.values()))]
         if args.drift is not None:
-            if args.drift < 1:
-                raise UserError(f"--drift takes a number of images from 1 on, got {args.drift}.")
             analyses.append(drift_section(runs, args.drift))
         shown = page(runs, metrics, [_paper(runs)], analyses)
         if (pictures := sum(len(section.panels) for section in shown.sections)) > _MANY:
@@ -98,8 +105,6 @@ def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list
             from tbbn.bench.files import write_atomic
 
             path = Path(args.html)
-            if path.suffix.lower() not in (".html", ".htm"):
-                raise UserError(f"--html takes a file that ends in .html, got {args.html!r:.200}.")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, html(shown).encode())
             lines.append(f"page: {path}")
