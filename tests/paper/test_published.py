@@ -92,7 +92,7 @@ def test_every_table_has_a_recipe_and_as_many_numbers_as_columns() -> None:
         assert table.recipe in recipes() and set(table.columns) <= set(METRICS)
         assert all(len(row) == len(table.columns) for row in table.rows.values())
         _, axes = table.layers()
-        unknown = [norm for _, norm in table.rows if norm not in axes.norms and table.name != "online"]
+        unknown = [norm for _, norm in table.rows if norm not in axes.norms]
         assert not unknown and {method for method, _ in table.rows} <= set(axes.methods or ("ft",))
 
 

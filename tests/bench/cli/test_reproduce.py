@@ -350,7 +350,7 @@ def test_a_method_alone_chooses_its_rows(tmp_path: Path, capsys: Capture, monkey
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {words[0] for words in lines if words[1:2] == ["+"]} == {"method", "lucir"}
     assert main(("reproduce", "online", "--method", "ft", "--from", "runs")) == 0
-    assert "ft + cn(groups=8)" in capsys.readouterr().out, "a row that the paper has and the recipe has not"
+    assert "ft + cn(groups=8)" in capsys.readouterr().out
     assert main(("reproduce", "table3", "--format", "csv", "--from", "runs")) == 0
     first = [row[0] for row in csv.reader(io.StringIO(capsys.readouterr().out))]
     assert len(set(first) - {"table"}) == 4 == first.count("table"), "each row names its network"

@@ -29,6 +29,7 @@ WIDTHS = {
     "resnet18-small": 512,
     "resnet18-podnet": 512,
     "resnet18-lucir": 512,
+    "resnet18-cifar": 512,
     "resnet18-reduced": 160,
     "shufflenet-v2": 1024,
     "mobilenet-v2": 1280,
@@ -211,10 +212,11 @@ def test_podnet_blocks_start_as_their_shortcut(name: str) -> None:
     assert torch.equal(blocks[0](x), x)
 
 
-def test_reduced_resnet18_is_the_surveys() -> None:
-    net = backbone("resnet18-reduced", generator=seed())
+@pytest.mark.parametrize(("name", "n"), [("resnet18-cifar", 64), ("resnet18-reduced", 20)])
+def test_resnet18_for_cifar_halves_its_maps_three_times(name: str, n: int) -> None:
+    net = backbone(name, generator=seed())
     out = net(images(2, 3, 32))
-    assert [tuple(s.shape[1:]) for s in out.stages] == [(20, 32, 32), (40, 16, 16), (80, 8, 8), (160, 4, 4)]
+    assert [tuple(s.shape[1:]) for s in out.stages] == [(n, 32, 32), (2 * n, 16, 16), (4 * n, 8, 8), (8 * n, 4, 4)]
     assert all(p.dim() != 4 or p.std() < (1 / p[0].numel()) ** 0.5 for p in net.parameters())  # torch's uniform
 
 

@@ -191,7 +191,10 @@ def lucir_resnet18(in_channels: int) -> ResNet:
     )
 
 
-def reduced_resnet18(in_channels: int, last_relu: bool) -> ResNet:
-    """The Reduced ResNet-18 of the online survey (Mai et al., 2022): 20 channels in the first stage, no max pool."""
-    widths = (20, 40, 80, 160)
+def cifar_resnet18(width: int, in_channels: int, last_relu: bool) -> ResNet:
+    """ResNet-18 for 32x32 images, with a 3x3 stem and no max pool; ``width`` is the number of channels of the first stage.
+
+    The online survey (Mai et al., 2022) calls it Reduced ResNet-18 where the width is 20.
+    """
+    widths = tuple(width * 2**stage for stage in range(4))
     return ResNet((2, 2, 2, 2), widths, in_channels=in_channels, last_relu=last_relu, kaiming_init=False)
