@@ -213,7 +213,8 @@ def won(experiment: measured.Measured, metric: str) -> str:
 def higher_with_tbbn(found: dict[str, measured.Measured], metric: str) -> str:
     """In how many methods under the paper's protocol the mean is higher with TBBN, and where its interval excludes 0."""
     pairs = {m: e.metric(m, metric) for e in (found["best"], found["table2"]) for m in e.methods}
-    return f"{sum(pair.gain > 0 for pair in pairs.values())} of {len(pairs)} methods; the interval excludes 0 for {clear_of_0(pairs)}"
+    higher = sum(pair.gain > 0 for pair in pairs.values())
+    return f"{higher} of {len(pairs)} methods; the interval excludes 0 for {clear_of_0(pairs)}"
 
 
 def missing() -> str:
