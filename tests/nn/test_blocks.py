@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tbbn
 from tbbn.errors import UserError
-from tbbn.nn import active
+from tbbn.nn import active, modules
 from tbbn.nn.plan import Layout
 
 EIGHT, SIX = {"current": 8, "memory": 4, "past_tasks": 2}, {"current": 6, "memory": 6, "past_tasks": 3}
@@ -151,6 +151,28 @@ def test_a_training_forward_outside_warns_once_and_only_after_a_block():
     model(images())
     other = copy.deepcopy(model)
     other(images())
+
+
+def test_a_block_that_was_forgotten_is_said_once_a_process(monkeypatch):
+    monkeypatch.setattr(modules, "FORGOTTEN", 3)
+    monkeypatch.setattr(modules.BalancedNorm, "warned_of_forgotten", False)
+    model, used, plain = network(), network(), tbbn.convert(network("bn"), "bn", sync=True)
+    with tbbn.balance(used, current=12, memory=0, past_tasks=0):
+        used(images())
+    for _ in range(5):
+        model.eval()(images())
+        plain(images())  # batch norm over ranks, which is what it is for
+    model.train()(images())
+    model(images())
+    with pytest.warns(
+        UserWarning, match=r"3 training forwards, none inside tbbn.balance: .* memory=0, past_tasks=0\.$"
+    ) as seen:
+        model(images())
+    assert len(seen) == 1  # not one a layer
+    model(images())
+    other = copy.deepcopy(model)
+    for _ in range(5):
+        other(images())
 
 
 def test_a_block_without_memory_says_that_plain_batch_norm_is_meant():

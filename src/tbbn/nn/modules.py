@@ -27,6 +27,8 @@ from tbbn.nn.private import AnyBatchNorm
 from tbbn.nn.sync import RankLayout, ranks_in, unbalanced_plan
 from tbbn.options import Option
 
+FORGOTTEN = 1000  # training forwards after which a model that was never inside ``balance`` warns
+
 
 class RowsPerSample(UserError):
     """The input has several rows a sample. The arguments are a message for where that cannot be helped, and their number."""
@@ -47,11 +49,13 @@ class BalancedNorm(AnyBatchNorm):
 
     is_batch_norm_in_eval = True  # so tbbn.revert can make it one
     wants_task_ids = False  # whether it uses the ``task_ids`` of a layout
+    warned_of_forgotten = False  # once a process, not once a layer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._forwards = Forwards()
-        self._warns: bool | None = None  # of a training forward outside ``balance``; False: it has
+        self._warns: bool | None = None  # of a training forward outside ``balance``; None: never inside; False: it has
+        self._n_outside = 0  # training forwards before the first block
         self._uncompiled = False  # whether compiled code leaves its forwards to Python: see tbbn.nn.uncompiled
 
     def prepare(self, layout: Layout) -> Any:
@@ -76,8 +80,8 @@ class BalancedNorm(AnyBatchNorm):
             return layout, prepared  # row counts are checked by the plan's shape: numbers would be compiled in
         if may_be_repeated() and not recomputing():
             self._forwards.append(Forward.of(block, x))
-        if layout is None and self._warns:
-            self._warn()
+        if layout is None:
+            self._count_outside()
         if layout is not None and x.shape[0] != layout.rows:
             raise UserError(
                 f"{type(self).__name__}: the layout covers {layout.current} + {layout.memory} = {layout.rows} rows but the "
@@ -98,21 +102,37 @@ class BalancedNorm(AnyBatchNorm):
             f"{name}: takes one row a sample, got {per_sample}; use tbbn.convert(..., skip=[...]).", per_sample
         )
 
+    @property
+    def needs_layout(self) -> bool:
+        """Whether the layer does nothing of its own without a layout."""
+        return True
+
     def warn_outside(self) -> None:
-        """Warn of the first training forward outside ``balance``, once: the model has been used inside."""
-        if self._warns is None:
+        """Warn of the next training forward outside ``balance``, once: the model has been used inside."""
+        if self._warns is None and self.needs_layout:
             self._warns = True
 
-    def _warn(self) -> None:
-        self._warns = False
-        warnings.warn(
-            "A training forward outside tbbn.balance took the statistics of plain batch norm. If that is meant, "
-            "use tbbn.balance(model, current=rows, memory=0, past_tasks=0).",
-            stacklevel=2,
-        )
+    def _count_outside(self) -> None:
+        if self._warns:
+            self._warns = False
+            warnings.warn(
+                "A training forward outside tbbn.balance took the statistics of plain batch norm. If that is meant, "
+                "use tbbn.balance(model, current=rows, memory=0, past_tasks=0).",
+                stacklevel=2,
+            )
+        elif self._warns is None and self.needs_layout:
+            vars(self)["_n_outside"] += 1  # by Module.__setattr__ it would take five times as long
+            if self._n_outside == FORGOTTEN and not BalancedNorm.warned_of_forgotten:
+                BalancedNorm.warned_of_forgotten = True
+                warnings.warn(
+                    f"{FORGOTTEN} training forwards, none inside tbbn.balance: the layers have been plain batch norm. Put the "
+                    "forward inside tbbn.balance(model, current=..., memory=..., past_tasks=...); in the first task that "
+                    "is memory=0, past_tasks=0.",
+                    stacklevel=2,
+                )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_forwards": Forwards(), "_warns": None, "_uncompiled": False}
+        return {**vars(self), "_forwards": Forwards(), "_warns": None, "_n_outside": 0, "_uncompiled": False}
 
     def __prepare_scriptable__(self) -> Any:
         raise UserError(
@@ -219,9 +239,9 @@ class PlannedNorm(BalancedNorm):
         new.__setstate__(deepcopy(self.__getstate__(), memo))
         return new
 
-    def warn_outside(self) -> None:
-        if self.kind != "plain":
-            super().warn_outside()
+    @property
+    def needs_layout(self) -> bool:
+        return self.kind != "plain"
 
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.options).items() if v != getattr(PlanOptions, k) and k != "kind"]
