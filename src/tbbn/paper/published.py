@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import sqrt
@@ -138,7 +138,8 @@ def compare(
     """
     recipe, records = _recipe(table), _of_seeds(records, settings)
     found = members(table, records, settings, rows=rows)
-    common = _common_departures(recipe, found)
+    beside_recipe = with_recipe(table, found)
+    common = _common_departures(beside_recipe)
     cells, lines = [], list[tuple[str, Group | None]]()
     for key, of_row in found.items():
         printed = table.rows.get(key)
@@ -146,7 +147,7 @@ def compare(
         for group in of_row:
             own = ", ".join(
                 f"{setting}={value}"
-                for setting, value in _departures(recipe[key], group)
+                for setting, value in _departures(recipe[key], group.config)
                 if (setting, value) not in common
             )
             cells.append(_row(f"{name} [{own}]" if own else name, table.columns, printed, group.finished))
@@ -167,7 +168,7 @@ def compare(
         "ours: mean ± standard deviation over seeds. diff.: ours - paper; = means within two standard errors (three seeds or "
         "more)."
     )
-    notes += departures_note(table, found)
+    notes += departures_note(beside_recipe)
     in_rows = [group for of_row in found.values() for group in of_row]
     configs = {group.config for group in in_rows}
     of_table = [r for r in records if r.status == "finished" and without_seed(r.run_config) in configs]
@@ -206,7 +207,7 @@ def members(
         wanted = _tree(_config([*table.layers()[0], ("settings", settings or {})], *key))
         asked = {n for n in wanted if n.startswith(_IDENTITY) or (n in (settings or {}) and n not in _SEEDS)}
         own = [g for g, tree in zip(finished, trees, strict=True) if all(tree.get(n) == wanted[n] for n in asked)]
-        found[key] = sorted(own, key=lambda group: len(_departures(recipe[key], group)))
+        found[key] = sorted(own, key=lambda group: len(_departures(recipe[key], group.config)))
     return found
 
 
@@ -245,21 +246,27 @@ def _tree(config: RunConfig) -> dict[str, Any]:
     return flatten(to_dict(without_seed(config)))
 
 
-def _departures(recipe: RunConfig, group: Group) -> list[tuple[str, str]]:
-    """Settings of these runs that are not the recipe's, and their values."""
+def with_recipe(table: PaperTable, found: dict[Key, list[Group]]) -> list[tuple[RunConfig, RunConfig]]:
+    """For each group of runs the config of its row in the recipe, and its own."""
+    recipe = _recipe(table)
+    return [(recipe[key], group.config) for key, of_row in found.items() for group in of_row]
+
+
+def _departures(recipe: RunConfig, own: RunConfig) -> list[tuple[str, str]]:
+    """Settings of a run that are not the recipe's, and their values."""
     expected = _tree(recipe)
-    return [(name, str(value)) for name, value in _tree(group.config).items() if expected.get(name) != value]
+    return [(name, str(value)) for name, value in _tree(own).items() if expected.get(name) != value]
 
 
-def _common_departures(recipe: dict[Key, RunConfig], found: dict[Key, list[Group]]) -> set[tuple[str, str]]:
+def _common_departures(pairs: Iterable[tuple[RunConfig, RunConfig]]) -> set[tuple[str, str]]:
     """Settings that are not the recipe's in any of these runs, and the value that they all have."""
-    departures = [set(_departures(recipe[key], group)) for key, of_row in found.items() for group in of_row]
+    departures = [set(_departures(*pair)) for pair in pairs]
     return set.intersection(*departures) if departures else set()
 
 
-def departures_note(table: PaperTable, found: dict[Key, list[Group]]) -> list[str]:
+def departures_note(pairs: Iterable[tuple[RunConfig, RunConfig]]) -> list[str]:
     """In which settings all of these runs depart from the recipe; nothing if there are none."""
-    common = _common_departures(_recipe(table), found)
+    common = _common_departures(pairs)
     return [f"Not as in the recipe: {'; '.join(f'{name} = {value}' for name, value in sorted(common))}."] * bool(common)
 
 

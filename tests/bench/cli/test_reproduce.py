@@ -77,6 +77,22 @@ def test_one_run_lies_where_it_would_lie_among_others(tmp_path: Path, monkeypatc
     assert [file.parent.name for file in Path("runs").rglob("record.json")] == ["ft-bn-0"]
 
 
+def test_settings_that_say_which_runs_choose_them(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("reproduce", "table1", *SETTINGS, "--train.epochs", "1", "--quiet")
+    assert main((*words, "--norm.name", "tbbn", "--seed", "3")) == 0
+    said = capsys.readouterr()
+    assert [file.parent.name for file in Path("runs").rglob("record.json")] == ["ft-tbbn-3"]
+    assert [line.split()[2:4] for line in said.out.splitlines() if line.startswith("ft + ")] == [["tbbn", "1"]]
+    assert "seed" not in said.err and "norm.name" not in said.err
+    assert "use either --seed or --seeds" in mistake(capsys, *words, "--seed", "3", "--seeds", "2")
+    assert "compares ft and joint; leave out --method" in mistake(
+        capsys, "reproduce", "fig-oracle", "--method.name", "ft"
+    )
+
+
 def test_a_failure_in_one_table_is_in_the_exit_code_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = iter((0, EXIT_FAILED, EXIT_DIVERGED, 0))
     monkeypatch.setattr(reproduce, "train", lambda *args, **settings: (next(codes), []))
@@ -91,6 +107,11 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture, monkeypatch: 
     assert said.out == "" and "4 to do, " in said.err and not Path("runs").exists()
     (line,) = (line for line in said.err.splitlines() if line.startswith("Not as in the recipe: "))
     assert "data.name = synthetic:4x12x4x8; data.tasks = 2; " in line and "device" not in line
+    assert line.startswith("Not as in the recipe: backbone = small; ")
+    words = ("--data.name", "synthetic:4x12x4x8", "--data.tasks", "4", "--norm", "cn", "--quiet", "--dry-run")
+    assert main(("reproduce", "table1", *words)) == 0
+    implied = "data.tasks = 4; memory.budget = 100; train.epochs = 10.\n"  # by the data set
+    assert f"data.name = synthetic:4x12x4x8; {implied}" in capsys.readouterr().err
     assert (
         main(("reproduce", "table1", "--norm", "bn", "--quiet", "--keep", "best", "--batch.size", "64", "--dry-run"))
         == 0

@@ -64,7 +64,7 @@ def of_runs(
     from tbbn.bench.report.errors import errors_table
     from tbbn.bench.report.groups import groups, stamp
     from tbbn.bench.report.plots import figure
-    from tbbn.paper.published import departures_note, members
+    from tbbn.paper.published import departures_note, members, with_recipe
 
     in_rows = members(table, records, given, rows=rows)
     finished = [record for of_row in in_rows.values() for group in of_row for record in group.records]
@@ -73,7 +73,7 @@ def of_runs(
     found = groups(finished)
     kind, numbers = ("accuracy", curves_table(found)) if name == "fig-curves" else ("errors", errors_table(found))
     caption = f"{stamp(group.config for group in found)}{table.title}. {numbers.caption}"
-    notes = (*numbers.notes, *departures_note(table, in_rows))
+    notes = (*numbers.notes, *departures_note(with_recipe(table, in_rows)))
     return Drawn(replace(numbers, caption=caption, notes=notes), figure(finished, kind))
 
 

@@ -66,6 +66,8 @@ def _reproduce(args: argparse.Namespace) -> int:
         raise unknown_name("table or figure", args.name, names())
     if args.format not in (*FORMATS, "tex"):
         raise unknown_name("format", args.format, FORMATS)  # now, not after hours of training
+    if args.name != "fig-toy":
+        _take_as_options(args)
     _check_read(args)
     if args.name == "fig-toy":
         paper_figures.show(args.name, paper_figures.toy(), Path(args.out), args.format)
@@ -89,7 +91,7 @@ def _reproduce(args: argparse.Namespace) -> int:
             folders, records = list(found), list(found.values())
         else:
             runs, folder, recipe = _runs(table, args, given, axes)
-            _announce(table, given, runs, folder, measure=not args.quiet)
+            _announce(table, axes, runs, folder, measure=not args.quiet)
             if args.dry_run:
                 continue
             ended, records = train(runs, args, recipe=recipe)
@@ -105,6 +107,17 @@ def _reproduce(args: argparse.Namespace) -> int:
             ]
             _show(args, table, records, folder, given, keys)
     return code
+
+
+def _take_as_options(args: argparse.Namespace) -> None:
+    """Read settings that say which runs as the options of that meaning; as settings, the recipe's axes would hide them."""
+    for kind in ("method", "norm"):
+        named = args.settings.pop(f"{kind}.name", None)
+        setattr(args, kind, getattr(args, kind) or named)
+    if "seed" in args.settings:
+        if args.seeds:
+            raise UserError("use either --seed or --seeds: --seed 5 is the seed 5, --seeds 5 the seeds 0 to 4.")
+        args.seeds = f"{args.settings.pop('seed')},"
 
 
 def _check_read(args: argparse.Namespace) -> None:
@@ -172,19 +185,17 @@ def _runs(
     return runs, folder, recipe_text(layers, axes)
 
 
-def _announce(table: PaperTable, given: dict[str, Any], runs: list[PendingRun], folder: Path, *, measure: bool) -> None:
+def _announce(table: PaperTable, axes: Axes, runs: list[PendingRun], folder: Path, *, measure: bool) -> None:
     """What is still to be done, what of it is not the paper's, and how much time and disk it takes."""
-    from tbbn.bench.config import flatten, resolve, to_dict
-    from tbbn.bench.report.groups import WHERE
-    from tbbn.bench.runs.pending import finished_record
+    from tbbn.bench.runs.pending import expand, finished_record
     from tbbn.paper.effort import effort
+    from tbbn.paper.published import departures_note
 
     missing = [run for run in runs if finished_record(run) is None]
     print(f"{table.title}: {len(runs)} runs, {len(runs) - len(missing)} finished.", file=sys.stderr)
-    recipe = flatten(to_dict(resolve(*table.layers()[0])))
-    others = [f"{name} = {value}" for name, value in given.items() if recipe.get(name) != value and name not in WHERE]
-    if others:
-        print(printable(f"Not as in the recipe: {'; '.join(others)}."), file=sys.stderr)
+    as_in_recipe = expand(table.layers()[0], axes, folder)
+    for note in departures_note((own.config, run.config) for own, run in zip(as_in_recipe, runs, strict=True)):
+        print(printable(note), file=sys.stderr)
     if missing:
         print(f"{effort(missing, measure=measure)} Results go to {printable(str(folder))}.", file=sys.stderr)
 
