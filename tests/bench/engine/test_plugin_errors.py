@@ -141,6 +141,7 @@ PHASES = "def phases(self, context):\n        from tbbn.bench.methods import Pha
          r"predict must return scores \(10, 2\), a column for each class, got \(10,\)"),
         (RETURN, RETURN.replace("output.logits", "output.logits.detach()"), "loss has no term with a gradient"),
         (RETURN, "return {}", "loss has no term with a gradient"),
+        (RETURN, RETURN.replace('"ce"', '"total"'), "loss must name its terms with other texts than .*total, .*'total'"),
         (RETURN, f"{RETURN}\n    def __init__(self): ...", "its fields are its options, so it takes no __init__ of its own"),
         ('= field(default=2.0, metadata={"help": "softens the logits"})', "", "its option 'temperature' needs a default"),
     ],
@@ -175,11 +176,13 @@ def test_helpers_that_a_method_uses_may_have_any_name(capsys: Capture) -> None:
     lines = (
         "def phases(self, context):",
         "    from tbbn.bench.methods import Phase",
-        "    return (Phase(loss='loss2'),)",
+        "    return (Phase(loss='loss2'), Phase('again', loss='loss3'))",
         "def losses(self): ...",
         "def loss2(self, *given):",
         "    self.losses()",
         "    return self.loss(*given)",
+        "from functools import partialmethod",
+        "loss3 = partialmethod(loss2)",
     )
     write(f"    {LOSS}", "".join(f"    {line}\n" for line in lines) + f"    {LOSS}")
     assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 0

@@ -111,6 +111,9 @@ def test_in_bf16_the_penalty_joins_the_gradients_of_the_copies(monkeypatch: pyte
         (lambda weight: weight.sum(), "method 'ft': penalty must return a dict of scalar tensors"),
         (lambda weight: {"l2": weight}, "method 'ft': penalty must return a dict of scalar tensors"),
         (lambda weight: {"ce": weight.sum()}, "method 'ft': loss and penalty both have a term 'ce'; rename one"),
+        (lambda weight: {"norm": weight.sum()}, "'ft': penalty must name its terms with other texts .*; got 'norm'"),
+        (lambda weight: {"lr": weight.sum()}, "'ft': penalty must name its terms with other texts .*; got 'lr'"),
+        (lambda weight: {3: weight.sum()}, "'ft': penalty must name its terms with other texts .*; got 3"),
     ],
 )
 def test_mistakes_in_a_penalty_are_one_line(made: Any, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,9 @@ from tbbn.bench.models import Network, Output
 from tbbn.errors import UserError
 from tbbn.nn import penalty
 
+# What else an epoch's entry in the history holds, and the engine's own terms.
+_TAKEN = ("task", "phase", "epoch", "lr", "validation", "norm", "total")
+
 LossFunction = Callable[[Batch, Output, Output | None], Losses]
 
 
@@ -104,16 +107,16 @@ class Step:
 
     def losses(self, batch: Batch) -> Losses:
         """The loss terms of a batch, with their graph."""
+        named = f"{self.place}: {getattr(self.loss, '__name__', 'loss')}"  # a partial has no name
         with autocast(self.precision, batch.images.device):
             previous = None
             if self.teacher is not None:
                 with torch.no_grad():
                     previous = self.share.whole(self.teacher(batch.images), stages=self.needs_stages)
             output = self.share.whole(self._output(self.share.of(batch)), stages=self.needs_stages)
-            terms = _checked(f"{self.place}: {self.loss.__name__}", self.loss(batch, output, previous))
+            terms = _checked(named, self.loss(batch, output, previous))
             extra = penalty(self.network) if self.has_penalty else None
         if not any(term.requires_grad for term in terms.values()):
-            named = f"{self.place}: {self.loss.__name__}"
             raise UserError(f"{named} has no term with a gradient, so there is nothing to train; got {terms!r:.60}.")
         own = _checked(f"{self.place}: penalty", self.penalty(self.network))
         if twice := terms.keys() & own.keys():
@@ -133,6 +136,11 @@ class Step:
 def _checked(what: str, terms: object) -> Losses:
     if not isinstance(terms, dict) or not all(isinstance(t, Tensor) and t.dim() == 0 for t in terms.values()):
         raise UserError(f"{what} must return a dict of scalar tensors, such as {{'ce': ...}}, got {terms!r:.60}.")
+    if any(not isinstance(name, str) or name in _TAKEN for name in terms):
+        raise UserError(
+            f"{what} must name its terms with other texts than {', '.join(_TAKEN)}, which the history has already; "
+            f"got {', '.join(map(repr, terms))}."
+        )
     return terms
 
 
