@@ -24,6 +24,8 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _BALANCED = (layers.TaskBalancedBatchNorm1d, layers.TaskBalancedBatchNorm2d, layers.TaskBalancedBatchNorm3d)
 _WEIGHTED = (layers.WeightedBatchNorm1d, layers.WeightedBatchNorm2d, layers.WeightedBatchNorm3d)
 _OVER_RANKS = (layers.RankBatchNorm1d, layers.RankBatchNorm2d, layers.RankBatchNorm3d)  # "bn" with sync=True
+# A new layer gets these of the one it replaces, if it takes them.
+_OF_THE_OLD = ("eps", "momentum", "affine", "track_running_stats", "device", "dtype")
 
 # A norm is a class for each of BatchNorm1d, 2d and 3d, or one class that replaces all three.
 _Classes = type[nn.Module] | tuple[type[nn.Module], ...]
@@ -172,17 +174,17 @@ def _check_class(norm: str, cls: Any) -> None:
     """Refuse a plugin's class that cannot be a norm."""
     if not issubclass(cls, nn.Module):
         raise UserError(f"{NORMS.place(norm)}: must be derived from torch.nn.Module, got {cls.__name__}.")
-    for function, called, wanted in (
-        (cls.__init__, (None, 8), "(self, num_features)"),
-        (cls.forward, (None, None), "(self, x)"),
+    for function, called, given, wanted in (
+        (cls.__init__, (None, 8), _OF_THE_OLD, "(self, num_features), and may take batch norm's arguments"),
+        (cls.forward, (None, None), (), "(self, x)"),
     ):
         name = function.__name__
         if name == "_forward_unimplemented":
             raise UserError(f"{NORMS.place(norm)}: has no function forward(self, x).")
+        got = inspect.signature(function)
         try:
-            inspect.signature(function).bind(*called)
+            got.bind(*called, **{key: None for key in given if key in got.parameters})
         except TypeError:
-            got = inspect.signature(function)
             where = NORMS.place(norm, function)
             raise UserError(
                 f"{where}: must take {name}{wanted}; any other argument needs a default. Got {name}{got}."

@@ -159,7 +159,7 @@ def test_a_method_that_breaks_the_contract_is_told_what_is_expected(
     [
         ("def forward(self, x):", "def foward(self, x):", r"has no function forward\(self, x\)"),
         ("def forward(self, x):", "def forward(self, x, mask):", r"must take forward\(self, x\); .* Got forward\(.*mask\)"),
-        (INIT, INIT.replace(" = 0.5", ""), r"must take __init__\(self, num_features\); any other argument needs a default\."),
+        (INIT, INIT.replace(" = 0.5", ""), r"must take __init__\(self, num_features\), and .*; any other .* needs a default\."),
         (INIT, "def __init__(self, *, power=0.4, num_features=8, eps=1):", r"must take __init__\(self, num_features\)"),
         ("class RootMeanSquare(nn.Module)", "class RootMeanSquare", "must be derived from torch.nn.Module, got RootMeanSquare"),
         (FORWARD, "return x.mean(0)", r"forward must return a tensor \(2, 8, 8, 8\), as it got, not \(8, 8, 8\)"),
@@ -170,6 +170,11 @@ def test_a_norm_that_cannot_replace_batch_norm_is_told_why(old: str, new: str, w
     write(old, new)
     error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
     assert re.match(f"tbbn: norm 'rms' {MINE}: {wanted}", error), error
+
+
+def test_a_norm_may_require_arguments_of_batch_norm(capsys: Capture) -> None:
+    write(INIT, "def __init__(self, num_features, eps, affine, *, device, dtype, power: float = 0.5):")
+    assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 0
 
 
 def test_helpers_that_a_method_uses_may_have_any_name(capsys: Capture) -> None:
