@@ -159,6 +159,20 @@ def test_parts_of_the_caller_have_their_places(tmp_path: Path) -> None:
     }
 
 
+def test_files_of_runs_that_trained_a_part_say_so_in_every_figure_and_table_of_results(tmp_path: Path) -> None:
+    runs = runs_of("digits")
+    for each in runs.values():
+        each.config = {**each.config, "train": {"scale": 0.5}, "data": {"name": "digits", "tasks": 5, "stop_after": 3}}
+    written = write_files(page(runs), tmp_path)
+    mark = "SCALE 0.5: a fraction of the epochs. STOPPED: after 3 of 5 tasks."
+    figures = [path for path in written if path.suffix == ".svg"]
+    assert {path.stem for path in figures} == {"accuracy", "gain", "forgetting", "matrix", "errors"}
+    assert all("STOPPED: after 3 of 5" in path.read_text() for path in figures)
+    for name in ("results", "gain", "errors", "cost"):
+        assert f"\\caption{{{mark} " in (tmp_path / f"{name}.tex").read_text(), name
+    assert "SCALE" not in (tmp_path / "settings.tex").read_text()
+
+
 def test_runs_that_failed_at_once_have_a_page() -> None:
     broken = record([], "failed")
     broken.message = "OSError: no space"

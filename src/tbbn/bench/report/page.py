@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tbbn
@@ -22,6 +22,8 @@ from tbbn.bench.report.svg import inline_svg
 from tbbn.bench.report.table import Table
 from tbbn.bench.report.tables import blocks_table
 from tbbn.errors import UserError, printable
+
+_MEASURED = ("gain", "errors", "drift", "cost")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Page:
     title: str
     runs: int
     sections: list[Section]
+    stamp: str = ""  # of runs that trained a part of their epochs or tasks
 
 
 def page(
@@ -85,9 +88,17 @@ def page(
         Section("environment", "Environment", "", (environment_table(records),)),
         Section("runs", "Runs", "", (_runs_table(runs),)),
     ]  # fmt: skip
-    title = stamp(group.config for group in found) + ", ".join(dict.fromkeys(g.config.data.name for g in found))
-    shown = [section for section in made if section.asked or section.panels or section.all_tables]
-    return Page(printable(title), len(runs), shown)
+    mark = stamp(group.config for group in found)
+    title = mark + ", ".join(dict.fromkeys(g.config.data.name for g in found))
+    shown = [_stamped(section, mark) for section in made if section.asked or section.panels or section.all_tables]
+    return Page(printable(title), len(runs), shown, mark.strip())
+
+
+def _stamped(section: Section, mark: str) -> Section:
+    """The section; tables of what runs measured begin with the stamp, as those of results do already."""
+    if section.name not in _MEASURED:
+        return section
+    return replace(section, tables=tuple(replace(table, caption=mark + table.caption) for table in section.tables))
 
 
 def _runs_table(runs: Runs) -> Table:
@@ -138,7 +149,7 @@ def write_files(shown: Page, folder: Path) -> list[Path]:
     written = []
     for section in shown.sections:
         if section.panels:
-            written += save_as_files(figure_of(section.panels), folder, section.name)
+            written += save_as_files(figure_of(section.panels, shown.stamp), folder, section.name)
         for i, table in enumerate(section.all_tables):
             name = f"{section.name}-{i + 1}" if i else section.name
             for suffix in ("tex", "csv"):
