@@ -57,7 +57,7 @@ def test_activation_and_drop_are_kept():
 
 def test_frozen_and_synchronised_kinds():
     model = nn.Sequential(BatchNormAct2d(4), nn.BatchNorm2d(4))
-    with pytest.warns(UserWarning, match="left 1 FrozenBatchNormAct2d, 1 FrozenBatchNorm2d alone"):
+    with pytest.warns(UserWarning, match="did not replace 1 FrozenBatchNormAct2d, 1 FrozenBatchNorm2d"):
         tbbn.convert(freeze_batch_norm_2d(nn.Sequential(BatchNormAct2d(4), nn.BatchNorm2d(4))))
     synchronised = tbbn.convert(convert_sync_batchnorm(model))
     x = torch.randn(12, 4, 3, 3)

@@ -50,7 +50,7 @@ def test_the_other_families(name):
 
 def test_frozen_batch_norm_is_left_alone():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), FrozenBatchNorm2d(4))
-    with pytest.warns(UserWarning, match="left 1 FrozenBatchNorm2d alone"):
+    with pytest.warns(UserWarning, match="did not replace 1 FrozenBatchNorm2d"):
         tbbn.convert(model)
     assert type(model[1]) is FrozenBatchNorm2d
 

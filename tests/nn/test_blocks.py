@@ -117,7 +117,7 @@ def test_blocks_may_be_left_out_of_order():
 
 def test_data_parallel_is_refused_and_replicas_have_layouts_of_their_own():
     layer = tbbn.TaskBalancedBatchNorm2d(2).double()
-    with tbbn.balance(layer, **EIGHT), pytest.raises(UserError, match=r"nn.DataParallel cuts the batch"):
+    with tbbn.balance(layer, **EIGHT), pytest.raises(UserError, match=r"nn.DataParallel splits the batch"):
         layer._replicate_for_data_parallel()
     assert replicate  # it calls the method above for every module
     replica = layer._replicate_for_data_parallel()

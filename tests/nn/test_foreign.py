@@ -227,7 +227,7 @@ class FrozenBatchNorm2d(nn.Module):
 
 def test_frozen_batch_norm_is_left_alone_and_said_so():
     model = nn.Sequential(nn.BatchNorm2d(4), FrozenBatchNorm2d(), FrozenBatchNorm2d())
-    with pytest.warns(UserWarning, match="convert: left 2 FrozenBatchNorm2d alone, whose statistics are fixed"):
+    with pytest.warns(UserWarning, match="convert: did not replace 2 FrozenBatchNorm2d, whose statistics are fixed"):
         tbbn.convert(model)
     assert isinstance(model[0], tbbn.TaskBalancedBatchNorm2d) and type(model[1]) is FrozenBatchNorm2d
 

@@ -77,7 +77,7 @@ def test_task_ids_reach_the_layers_that_want_them():
         ({"current_task": 1}, UserError, "give task_ids .* with current_task"),
         ({"labels": CLASSES, "current_classes": [1]}, UserError, "give past_tasks, the number of tasks learnt before"),
         ({"current": 9, "memory": 3}, UserError, "give past_tasks"),
-        ({"current": 9, "memory": 3, "task_ids": TASKS, "current_task": 1}, UserError, "say in one way which rows are memory"),
+        ({"current": 9, "memory": 3, "task_ids": TASKS, "current_task": 1}, UserError, "which rows are memory in only one way"),
         ({"labels": CLASSES, "current_classes": [1], "task_ids": TASKS, "current_task": 1}, UserError, "not both"),
         ({"task_ids": [0, 3], "current_task": 1}, UserError, r"task_ids must lie in 0..1 for current_task=1, got 0..3"),
         ({"labels": torch.rand(12), "current_classes": [1], "past_tasks": 1}, TypeError, "labels must be 1-d with one integer"),
@@ -120,7 +120,7 @@ def test_rows_per_sample_are_a_number_from_1_or_any(given):
     ids=["labels", "classes", "task"],
 )
 def test_two_ways_to_say_which_rows_are_memory_are_refused(first, second):
-    with pytest.raises(UserError, match="say in one way which rows are memory"):
+    with pytest.raises(UserError, match="say which rows are memory in only one way"):
         tbbn.balance(tbbn.TaskBalancedBatchNorm1d(3), **first, **second, past_tasks=1)
 
 
@@ -341,5 +341,5 @@ def test_wrong_settings_of_the_sampler(arguments, kind, message):
     with pytest.raises(kind, match=message):
         tbbn.ReplayBatchSampler(50, 20, **arguments)
     state = tbbn.ReplayBatchSampler(50, 20).state_dict()
-    with pytest.raises(UserError, match=r"the state is of other batches: sizes was \[50, 20\], is \[50, 21\]"):
+    with pytest.raises(UserError, match=r"the state belongs to another sampler: sizes was \[50, 20\], is \[50, 21\]"):
         tbbn.ReplayBatchSampler(50, 21).load_state_dict(state)

@@ -92,7 +92,7 @@ def test_output_statistics_are_not_synchronised():
 
 def test_what_is_missing_is_looked_for_at_any_depth():
     for norm, message in (
-        (nn.SyncBatchNorm(3), "convert_sync_batchnorm puts SyncBatchNorm in their place"),
+        (nn.SyncBatchNorm(3), "convert_sync_batchnorm replaces them by SyncBatchNorm"),
         (nn.BatchNorm2d(3), r"has no task-balanced layer; call tbbn.convert\(model\) once"),
         (nn.Identity(), "has no batch norm, so there is nothing to balance"),
     ):

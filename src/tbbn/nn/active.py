@@ -1,6 +1,6 @@
-"""Which blocks of ``tbbn.balance`` are entered here: what a layer asks for the layout of its batch.
+"""The active ``tbbn.balance`` blocks. A layer looks up the layout of its batch here.
 
-Every thread and every asyncio task has blocks of its own, so none sees the layout of another. Blocks may be left in any order.
+Every thread and every asyncio task has its own blocks, so none sees the layout of another. Blocks may be left in any order.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tbbn.nn.private import dispatch_modes, functorch_active, graph_task, saved_
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One entered ``balance`` block: the layout, and what each layer has made of it."""
+    """An active ``balance`` block: the layout, and what each layer's ``prepare`` made of it."""
 
     owner: object
     layout: Layout
     prepared: Mapping[Any, Any]  # by layer
-    rows_per_sample: int | str  # of layers that get several rows a sample; "any": each finds it out
+    rows_per_sample: int | str  # for layers whose input has several rows per sample; "any": take it from the input
 
     def folds(self, rows: int) -> int:
-        """How many rows of an input with ``rows`` rows belong to one sample; 1 also where they do not fit the layout."""
+        """How many of an input's ``rows`` rows belong to each sample; 1 also if they do not fit the layout."""
         samples, per_sample = self.layout.rows, self.rows_per_sample
         if not samples or rows % samples:
             return 1
@@ -41,14 +41,14 @@ _entered: ContextVar[tuple[Block, ...]] = ContextVar("tbbn.balance", default=())
 
 
 class _Thread(threading.local):
-    """The blocks of this thread. ``torch.compile`` can read a thread's attributes but no context variable."""
+    """The blocks of this thread, for ``torch.compile``, which can read thread-local attributes but no context variable."""
 
     def __init__(self) -> None:
         self.entered: tuple[Block, ...] = ()
 
 
 class _Compiled:
-    """The blocks that were entered in compiled code. At a graph break its writes to a thread's attributes are lost, these not."""
+    """The blocks entered in compiled code. Unlike writes to thread-local attributes, writes here survive a graph break."""
 
     def __init__(self) -> None:
         self.entered: tuple[Block, ...] = ()
@@ -67,7 +67,7 @@ def enter(block: Block) -> None:
 
 
 def leave(owner: object) -> None:
-    """Leave the block that ``owner`` has entered last."""
+    """Leave the block that ``owner`` entered last."""
     _thread.entered = _without(_thread.entered, owner)
     if _compiled.entered:
         _compiled.entered = _without(_compiled.entered, owner)
@@ -91,7 +91,7 @@ def find(layer: nn.Module) -> Block | None:
     return None
 
 
-# -- activation checkpointing repeats a forward during backward, usually after its block has ended
+# Activation checkpointing repeats a forward during backward, usually after its block has ended.
 
 
 def recomputing() -> bool:
@@ -100,17 +100,17 @@ def recomputing() -> bool:
 
 
 def may_be_repeated() -> bool:
-    """Whether checkpointing may be running this forward: it does without gradients or with hooks on what is saved."""
+    """Whether checkpointing may repeat this forward: it first runs one without gradients or with saved-tensor hooks."""
     return not torch.is_grad_enabled() or saved_tensors_hooks(False) is not None
 
 
 @dataclass(eq=False)
 class Forward:
-    """A training forward of a layer: its layout, and a pixel of its last row, by which a repetition is recognised."""
+    """A training forward of a layer: its layout, and a pixel of its last row to recognise a repetition by."""
 
     layout: Layout | None
     pixel: Tensor | None  # (C,)
-    folded: bool  # whether its input may have come with several rows a sample
+    folded: bool  # whether its input may have had several rows per sample
     repeated: bool = False
 
     def key(self) -> Any:
@@ -140,13 +140,13 @@ def _pixel(x: Tensor) -> Tensor:
 
 
 class Forwards:
-    """The last training forwards of a layer that checkpointing may repeat."""
+    """A layer's latest training forwards, those that checkpointing may repeat."""
 
     KEPT = 32
 
     def __init__(self) -> None:
         self.last: deque[Forward] = deque()
-        self.older: set[Any] = set()  # the layouts of forwards that were dropped; two are as many as all
+        self.older: set[Any] = set()  # keys of dropped forwards; more than two would not change any decision
 
     def append(self, forward: Forward) -> None:
         self.last.append(forward)
@@ -160,7 +160,7 @@ class Forwards:
         found = list(self.last)
         if len(self.older | {f.key() for f in found}) > 1:
             found = [f for f in found if f.pixel is not None and _is_close(f.pixel, _pixel(x))]
-            if _layouts(found) > 1:  # the same input with several layouts: it is not one whose backward has run
+            if _layouts(found) > 1:  # the same input with several layouts: leave out those already repeated
                 found = [f for f in found if not f.repeated]
             if _layouts(found) != 1:
                 raise UserError(
@@ -177,7 +177,7 @@ def _layouts(forwards: list[Forward]) -> int:
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
-    """Equal but for rounding: a repetition on a GPU may choose another algorithm."""
+    """Whether two pixels are equal up to rounding: on a GPU, a repetition may choose another algorithm."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool((a - b).float().norm() <= 0.02 * b.float().norm())

@@ -19,7 +19,7 @@ from tbbn.options import Option
 
 
 class ByTask(NamedTuple):
-    """The form of AdaB2N for kernels: the tasks of the rows (B, tasks), and how its running statistics move."""
+    """AdaB2N's parameters for kernels: the tasks of the rows (B, tasks), and how the running statistics move."""
 
     member: Tensor
     max_tasks: int
@@ -74,7 +74,7 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         n_tasks = layout.past_tasks + 1
         if n_tasks > self.max_tasks:
             raise UserError(f"adab2n: max_tasks is {self.max_tasks} but this is task {n_tasks}; raise it.")
-        # Checked on the CPU only: on another device the check would wait for it.
+        # Checked on the CPU only: on another device it would be a host sync.
         if layout.task_ids is not None and layout.task_ids.is_cpu and layout.rows:
             low, high = (int(t) for t in layout.task_ids.aminmax())
             if low < 0 or high >= n_tasks:
@@ -82,7 +82,7 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
                     f"balance: task_ids must lie in 0..{n_tasks - 1} for past_tasks={n_tasks - 1}, got {low}..{high}."
                 )
         device = self.task_logits.device
-        if device.type == "meta":  # functional_call may bring the weights
+        if device.type == "meta":  # functional_call may supply the weights
             device = torch.device("cpu") if layout.task_ids is None else layout.task_ids.device
         return layout.membership(device, statistics_dtype(self.task_logits))
 
@@ -117,8 +117,8 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         return apply_affine(y, self.weight, self.bias).view(x.shape).to(x.dtype)
 
     def form(self, x: Tensor) -> ByTask | None:
-        """None where rows are not samples, where the layer is batch norm, and under activation checkpointing."""
-        # Checkpointing runs a forward twice. Both must go the same way, and the layer counts how often it looks for its layout.
+        """The layer's :class:`ByTask`; None if rows are not samples, if it acts as batch norm, or under checkpointing."""
+        # Checkpointing runs a forward twice: both must take the same path, and looking up the layout is counted.
         if recomputing() or may_be_repeated():
             return None
         member = self._members(x)
@@ -132,7 +132,7 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
     def snapshot(self, x: Tensor) -> tuple[Tensor, ...] | None:
         """The weights of the rows, and copies of the statistics that the forward changes.
 
-        None where rows are not samples, or the layer is batch norm.
+        None if rows are not samples, or if the layer acts as batch norm.
         """
         member = self._members(x)
         if member is None:
@@ -142,7 +142,7 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         return weights, self.running_mean.clone(), self.running_var.clone(), self.rate.clone()
 
     def _members(self, x: Tensor) -> Tensor | None:
-        """The task of each row (B, tasks); None where rows are not samples, or the layer is batch norm."""
+        """The task of each row (B, tasks); None if rows are not samples, or if the layer acts as batch norm."""
         if not self.training:
             return None
         try:
@@ -168,9 +168,9 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         return (member * torch.where(counts > 0, share, 0)).sum(1, keepdim=True)
 
     def _follow(self, mean: Tensor, var: Tensor, *state: Tensor) -> None:
-        """Update the running statistics, and take the penalty on their distance.
+        """Update the running statistics, and set ``penalty`` from their distance to the batch's.
 
-        ``state`` is the running mean and variance and the rate before it, if not the layer's own.
+        ``state`` is the running mean, running variance and rate before the update; by default the layer's own.
         """
         assert self.momentum is not None and isinstance(self.rate, Tensor)
         assert self.running_mean is not None and self.running_var is not None
@@ -187,12 +187,12 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
                 self.running_var.copy_(running_var)
                 self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         if self.strength:
-            # Copies: the running statistics may be the layer's own, which move before the backward.
+            # Copies: the running statistics may be the layer's own, which change before the backward.
             targets = (running_mean.to(mean.dtype, copy=True), running_var.to(var.dtype, copy=True))
             self.penalty = self.strength * (F.mse_loss(mean, targets[0]) + F.mse_loss(var, targets[1]))
 
 
 def penalty(module: nn.Module) -> Tensor | None:
-    """What to add to the loss of the last training forward: the sum of the layers' penalties; None without any."""
+    """The sum of the layers' penalties in the last training forward, to add to the loss; None without any."""
     found = [m.penalty for m in module.modules() if isinstance(m, AdaptiveBalancedNorm) and m.penalty is not None]
     return torch.stack(found).sum() if found else None

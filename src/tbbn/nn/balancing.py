@@ -1,4 +1,4 @@
-"""``tbbn.balance``: tell the layers of a model what the batch being forwarded is made of."""
+"""``tbbn.balance``: tell the layers of a model which rows of the batch are current and which are memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = Tensor | Sequence[Any]  # one value per row; numpy arrays too
 
 
 class balance:
-    """Give the task-balanced layers of a model the layout of a batch, around its training forward.
+    """Context manager that gives the task-balanced layers of a model the layout of a batch for its training forward.
 
     ``with tbbn.balance(model, current=48, memory=16, past_tasks=t): loss = criterion(model(images), labels)``
 
@@ -36,20 +36,20 @@ class balance:
     Args:
         module: a model with layers made by :func:`tbbn.convert`.
         current, memory: the number of rows of the task being learnt, and of replayed rows.
-        is_memory, labels, task_ids: one value per row: a tensor, an array or a list. Reading a GPU tensor makes the host wait.
+        is_memory, labels, task_ids: one value per row: a tensor, an array or a list. Reading a GPU tensor is a host sync.
         current_classes: the labels of the task being learnt.
-        current_task: its number, 0-based.
-        past_tasks: the number of tasks learnt before this one; 0 in the first task. ``current_task`` unless it is given.
+        current_task: the 0-based number of the task being learnt.
+        past_tasks: the number of tasks learnt before this one; 0 in the first task. Defaults to ``current_task``.
         task_ids: may also be given with the counts or the mask, for layers with ``wants_task_ids`` (AdaB2N).
-        rule: how to round the number of splits (:func:`tbbn.splits`). By default it is the layers' rule; in the last three forms,
-            whose counts vary, "uneven" takes the place of the paper's.
+        rule: how to round the number of splits (:func:`tbbn.splits`). By default each layer uses its own rule. In the last three
+            forms, whose counts vary, a layer with the rule "paper" uses "uneven".
         rank_counts: for layers with ``sync=True``: the current and memory rows of every rank, ``[(48, 16), (40, 16)]``. Without
-            it the ranks tell each other when they enter the block.
-        rows_per_sample: for models in which batch norms get several rows a sample, one after another: tokens, boxes or frames. A
-            layer whose input has that many times as many rows as the batch treats the rows of a sample as its pixels. "any":
-            each layer takes the number from its input.
+            it the ranks exchange their counts when they enter the block.
+        rows_per_sample: for models whose batch norms get several consecutive rows per sample: tokens, boxes or frames. A layer
+            whose input has that many times the rows of the batch treats the rows of a sample as its pixels. "any": each layer
+            takes the number from its input.
 
-    The layout holds inside the block only, in the thread or asyncio task that entered it. Blocks may be nested, and each model
+    The layout applies only inside the block, in the thread or asyncio task that entered it. Blocks may be nested, and each model
     has its own. Teachers in eval mode are not affected.
     """
 
@@ -72,12 +72,12 @@ class balance:
         if not isinstance(module, nn.Module):
             raise TypeError(f"balance: the first argument must be the model, an nn.Module, got {module!r:.60}.")
         self.rows_per_sample = _rows_per_sample(rows_per_sample)
-        # A copy, in the type that holds every number of a task: a loader may fill the same tensor again.
+        # Copy: a loader may reuse the tensor. int64 holds every task number.
         ids = None if task_ids is None else row_values("task_ids", task_ids, "integer").to(torch.int64, copy=True)
         if labels is not None or current_classes is not None or current_task is not None:
             if current is not None or memory is not None or is_memory is not None:
                 raise UserError(
-                    "balance: say in one way which rows are memory: counts, is_memory, labels or current_task."
+                    "balance: say which rows are memory in only one way: counts, is_memory, labels or current_task."
                 )
             if current_task is None:
                 is_memory = _of_other_classes(labels, current_classes)
@@ -105,7 +105,7 @@ class balance:
 
     def __enter__(self) -> None:
         layout = share_counts(self.layout, self.groups, self.rank_counts)
-        # All layers prepare first: one that cannot take the layout raises before the block is entered.
+        # All layers prepare before the block is entered, so that a layer that cannot take the layout raises first.
         enter(Block(self, layout, {layer: layer.prepare(layout) for layer in self.layers}, self.rows_per_sample))
         if not torch.compiler.is_compiling():
             self.layers[0].warn_outside()
@@ -166,7 +166,7 @@ def _nothing_to_balance(module: nn.Module) -> UserError:
         )
     if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
         return UserError(
-            f"balance: {name} has no task-balanced layer; convert_sync_batchnorm puts SyncBatchNorm in their place: "
+            f"balance: {name} has no task-balanced layer; convert_sync_batchnorm replaces them by SyncBatchNorm: "
             "call tbbn.convert(model, sync=True) instead of it, or after it."
         )
     return UserError(f"balance: {name} has no task-balanced layer; call tbbn.convert(model) once, before training.")
@@ -175,7 +175,7 @@ def _nothing_to_balance(module: nn.Module) -> UserError:
 def balanced_layers(module: nn.Module) -> Iterator[BalancedNorm]:
     """The layers of ``module`` to which :func:`balance` gives a layout, in the order of ``module.modules()``.
 
-    That takes four times as long, and every step looks for them.
+    Four times as fast as ``module.modules()``, because every step calls it.
     """
     left, seen = [module], set()
     while left:

@@ -1,4 +1,4 @@
-"""What a replaced layer hands on to the new one: parameters, buffers, attributes, child modules and hooks."""
+"""Transfer the parameters, buffers, attributes, child modules and hooks of a replaced layer to the new one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tbbn.nn.private import WrappedHook
 _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 _PLAIN = vars(nn.BatchNorm1d(1))
 TORCH_ATTRIBUTES = vars(nn.Module())  # torch's own attributes of a module: containers, hooks, the training flag
-_ADDED = "_added_by_convert"  # the names that a norm has and batch norm has not; a later norm drops them
+_ADDED = "_added_by_convert"  # the attributes that a norm adds to batch norm's; the next conversion drops them
 
 
 def is_made(layer: nn.Module) -> bool:
@@ -24,9 +24,9 @@ def is_made(layer: nn.Module) -> bool:
 def carry(
     old: nn.Module, new: nn.Module, cls: type[nn.Module], everything: bool, own: Collection[str] = ()
 ) -> nn.Module:
-    """Make ``new``, a layer just built, the successor of ``old``: of class ``cls``, with what ``old`` has.
+    """Make ``new``, a layer just built, the successor of ``old``: set its class to ``cls`` and give it what ``old`` has.
 
-    Its own are only the settings of its norm, parameters and buffers that ``old`` has not, and those named in ``own``.
+    ``new`` keeps the settings of its norm, parameters and buffers that ``old`` lacks, and those named in ``own``.
     ``everything=False`` leaves the attributes of ``old`` behind, for a norm whose attributes are its settings.
     """
     before, after = vars(old), dict(vars(new))
@@ -37,7 +37,7 @@ def carry(
         after = {k: v for k, v in before.items() if k not in dropped and k != _ADDED} | after
     after |= {
         k: before[k] for k in TORCH_ATTRIBUTES if k in before
-    }  # hooks stay the same objects: their handles go on working
+    }  # hooks stay the same objects, so that their handles still work
     for container in ("_parameters", "_buffers"):
         after[container] = _merge(old, new, container, dropped, everything, own)
     after["_modules"] = {**vars(new)["_modules"], **(before["_modules"] if everything else {})}
@@ -52,7 +52,7 @@ def carry(
 
 
 def carry_lazy(old: nn.Module, new: nn.Module) -> nn.Module:
-    """Hand the state, hooks and attributes of a lazy layer on to another, which has lazy hooks of its own."""
+    """Copy the state, hooks and attributes of a lazy layer to another, which has lazy hooks of its own."""
     after = vars(new)
     after["_parameters"], after["_buffers"] = vars(old)["_parameters"], vars(old)["_buffers"]
     for name, value in vars(old).items():
@@ -69,7 +69,7 @@ def _inner(hook: Any) -> Any:
 
 
 def _runtime_names(layer: nn.Module) -> set[str]:
-    """Attributes that a forward of this package's norms sets: their classes declare them, with a default."""
+    """Attributes that the forward of this package's norms sets: those that their classes declare with a default."""
     ours = [cls for cls in type(layer).__mro__ if cls.__module__.startswith("tbbn.")]
     return {name for name in vars(layer) if any(name in vars(cls) for cls in ours)}
 
@@ -81,7 +81,7 @@ def _merge(
     for name in after.keys() - own:
         if name in before and name not in dropped:
             after[name] = before[name]
-        elif name in _STATE and hasattr(old, name):  # computed, by a parametrization or a pruning hook
+        elif name in _STATE and hasattr(old, name):  # computed by a parametrization or a pruning hook
             del after[name]
     if everything:
         after |= {k: v for k, v in before.items() if k not in after and k not in dropped and k not in _STATE}
@@ -89,7 +89,7 @@ def _merge(
 
 
 def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Hooks that hold the old layer itself, as a bound method or for ``with_module=True``, shall hold the new one."""
+    """Make hooks that hold the old layer, as a bound method or for ``with_module=True``, hold the new one."""
     for name in TORCH_ATTRIBUTES:
         if not name.endswith("_hooks"):
             continue

@@ -1,13 +1,13 @@
-"""The norms that task-balanced batch norm is compared with: IN, GN, SN, BRN, CN. AdaB2N has a file of its own.
+"""The norms that task-balanced batch norm is compared with: IN, GN, SN, BRN, CN. AdaB2N has its own file.
 
 Each has batch norm's constructor, so that ``tbbn.convert`` can put it into any model, and accepts (N, C, ...) input. The default
-is the norm as published; where the code released with the paper differs, an option gives that (docs/norms.md lists them).
+is the norm as published; where the code released with the paper differs, an option selects it (docs/norms.md lists them).
 
-All of them map channel c of sample n by ``(x - center) * scale + shift``, and take the three from the mean and variance of each
-channel of each sample. ``normaliser`` is that step, for kernels that do the passes over ``x`` (``tbbn.accelerators.fused``);
-``form`` describes it for kernels that do this step too, and is None where they cannot (a cumulative average reads its counter);
-``compiles_normaliser`` says that ``torch.compile`` takes it. A norm that reads statistics which it changes has a ``snapshot`` of
-them: compiled code may read its inputs again in the backward, when the norm's own have moved.
+All of them map channel c of sample n by ``(x - center) * scale + shift``, with center, scale and shift computed from the mean and
+variance of each channel of each sample. ``normaliser`` is that computation, for kernels that only do the passes over ``x``
+(``tbbn.accelerators.fused``). ``form`` holds its parameters, for kernels that also do the computation; it is None where they
+cannot (a cumulative average reads its counter). ``compiles_normaliser`` says whether ``torch.compile`` can compile it. A norm
+that reads statistics and changes them has a ``snapshot`` of them: compiled code may read its inputs again in the backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tbbn.options import Option
 
 
 class AnyDims:
-    """Accepts what ``nn.BatchNorm1d/2d/3d`` accept together; mixed in before a batch norm class."""
+    """Mixin that accepts the inputs of ``nn.BatchNorm1d``, ``2d`` and ``3d``; place it before a batch norm class."""
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2:
@@ -45,7 +45,7 @@ def pixels_last(x: Tensor) -> Tensor:
 
 
 def apply_affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Multiply by the weight and add the bias of each channel, if there are any."""
+    """Multiply by each channel's weight and add its bias, where given."""
     shape = (1, -1) + (1,) * (y.dim() - 2)
     if weight is not None:
         y = y * weight.view(shape)
@@ -70,20 +70,20 @@ class Normaliser(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """The form of a norm by groups of channels of each sample, which batch norm may follow before the affine map."""
+    """Parameters of a norm over groups of channels of each sample, optionally followed by batch norm before the affine map."""
 
     groups: int
     then_batch: bool
 
 
 class Mixture(NamedTuple):
-    """The form of switchable norm."""
+    """Parameters of switchable norm."""
 
     unbiased: bool
 
 
 class Renorm(NamedTuple):
-    """The form of batch renormalisation."""
+    """Parameters of batch renormalisation."""
 
     r_max: float
     d_max: float
@@ -106,7 +106,7 @@ def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def track(layer: Any, mean: Tensor, var: Tensor, n: int) -> None:
-    """Move the running statistics of a batch norm, if it has any, to the mean and biased variance of ``n`` values a channel."""
+    """Move a batch norm's running statistics, if any, towards the mean and biased variance of ``n`` values per channel."""
     if layer.running_mean is None or not layer.track_running_stats:
         return
     layer.num_batches_tracked.add_(1)
@@ -116,7 +116,7 @@ def track(layer: Any, mean: Tensor, var: Tensor, n: int) -> None:
 
 
 class InstanceNorm(nn.GroupNorm):
-    """Instance norm: each channel of each sample by its own mean and variance (Ulyanov et al., 2016), with an affine map."""
+    """Instance norm: normalises each channel of each sample (Ulyanov et al., 2016), with an affine map."""
 
     per_sample = True  # no statistics over rows, so nothing to synchronise over ranks
     compiles_normaliser = True
@@ -134,9 +134,9 @@ class InstanceNorm(nn.GroupNorm):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group norm: groups of channels of each sample by their own mean and variance (Wu and He, 2018).
+    """Group norm: normalises each group of channels of each sample (Wu and He, 2018).
 
-    ``channels_per_group`` overrides ``groups`` unless it is 0: the released code read its number that way.
+    ``channels_per_group`` overrides ``groups`` unless it is 0; the released code interprets its number this way.
     """
 
     per_sample = True
@@ -170,7 +170,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class ContinualNorm(AnyDims, AnyBatchNorm):
-    """Continual norm: group norm without an affine map, then batch norm, whose state it has (Pham et al., ICLR 2022)."""
+    """Continual norm: group norm without an affine map, then batch norm (Pham et al., ICLR 2022). Its state is batch norm's."""
 
     @property
     def compiles_normaliser(self) -> bool:
@@ -196,7 +196,7 @@ class ContinualNorm(AnyDims, AnyBatchNorm):
     def normaliser(self, x: Tensor, mean: Tensor, var: Tensor) -> Normaliser:
         group_mean, group_var = group_moments(mean, var, self.groups)
         inverse = (group_var + self.eps).rsqrt()
-        # What batch norm sees: the channels after group norm.
+        # Batch norm's input: the channels after group norm.
         seen_mean, seen_var = batch_moments((mean - group_mean) * inverse, var * inverse.square())
         if self.training:
             track(self, seen_mean, seen_var, x.numel() // x.shape[1])
@@ -211,7 +211,7 @@ class ContinualNorm(AnyDims, AnyBatchNorm):
 class SwitchableNorm(AnyDims, AnyBatchNorm):
     """Switchable norm: a learnt mixture of instance, layer and batch statistics (Luo et al., ICLR 2019).
 
-    Means and variances have three softmax weights each. Running statistics are those of the batch part. ``unbiased`` divides the
+    Means and variances have three softmax weights each. The running statistics belong to the batch part. ``unbiased`` divides the
     instance variance by ``H W - 1``, as the released code of both papers does; the publication divides by ``H W``.
     ``zero_variance`` starts the running variance at 0, as the released code of the TBBN paper does; batch norm's starts at 1.
     """
@@ -246,7 +246,7 @@ class SwitchableNorm(AnyDims, AnyBatchNorm):
         super().reset_running_stats()
         if (
             getattr(self, "zero_variance", False) and self.running_var is not None
-        ):  # batch norm's constructor resets, too
+        ):  # batch norm's constructor also calls this
             self.running_var.zero_()
 
     def form(self, x: Tensor) -> Mixture | None:

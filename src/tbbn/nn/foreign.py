@@ -1,12 +1,12 @@
-"""Batch norms of other packages: classes with a forward of their own, such as a norm with its activation inside.
+"""Batch norms of other packages: classes with their own forward, such as a norm that includes its activation.
 
 ``tbbn.convert`` replaces a layer of such a class ``C`` by one of a class made on the fly, with the bases ``(C, N)``, where ``N``
 is the new norm. ``C`` keeps its forward, attributes, child modules and ``state_dict``; only the normalisation inside that forward
-is ``N``'s. How it gets there depends on what ``C.forward`` does:
+is ``N``'s. How ``N`` is called depends on ``C``:
 
-- it calls ``super().forward(x)``: ``N`` is what comes next in the order of inheritance;
-- it calls ``F.batch_norm`` or ``nn.BatchNorm2d.forward``: that call is replaced while ``C.forward`` runs;
-- a function registered with :func:`register_converter` takes its place. It is also the way for all other classes.
+- ``C.forward`` calls ``super().forward(x)``: ``N`` comes next in the method resolution order;
+- ``C.forward`` calls ``F.batch_norm`` or ``nn.BatchNorm2d.forward``: that call is replaced while ``C.forward`` runs;
+- ``C`` has a function registered with :func:`register_converter`: it replaces ``C.forward``. All other classes need one.
 
 A forward that never reaches the normalisation is an error, never a wrong result.
 """
@@ -35,7 +35,7 @@ Converter = Callable[[Any, Normalise, Tensor], Tensor]
 _T = TypeVar("_T", bound=Converter)
 _CONVERTERS: dict[type | str, Converter] = {}  # by the class that defines the forward, or its full name
 
-_seen = threading.local()  # .norm: whether the forward that is running has reached the normalisation
+_seen = threading.local()  # .norm: whether the running forward has reached the normalisation
 _COMBINED: dict[tuple[type, type], type[nn.Module]] = {}  # the classes made so far
 
 
@@ -48,7 +48,7 @@ def register_converter(norm: type[nn.Module]) -> Callable[[_T], _T]:
         def forward(layer, normalise, x):
             return layer.act(normalise(x))
 
-    The function takes the place of the class's forward in training and in eval mode. :func:`tbbn.revert` restores the class.
+    The function replaces the class's forward in training and in eval mode. :func:`tbbn.revert` restores the class.
     """
     if not (isinstance(norm, type) and issubclass(norm, AnyBatchNorm)):
         raise UserError(f"register_converter: expected a subclass of torch's batch norm, got {norm!r}.")
@@ -65,15 +65,15 @@ def _norm_drop_act(layer: Any, normalise: Normalise, x: Tensor) -> Tensor:
     return layer.act(layer.drop(normalise(x)))
 
 
-# By name: timm is not imported here. Its forward calls F.batch_norm; this saves replacing that call in every forward.
+# By name: timm is not imported here. Its forward calls F.batch_norm, and a converter is faster than replacing that call.
 _CONVERTERS["timm.layers.norm_act.BatchNormAct2d"] = _norm_drop_act
 _CONVERTERS["timm.layers.norm_act.SyncBatchNormAct"] = _norm_drop_act
-# Its forward is batch norm over all ranks; the layers made of it have their own way of doing that.
+# Its forward is batch norm over all ranks, which the layers that replace it implement themselves.
 _CONVERTERS[nn.SyncBatchNorm] = lambda layer, normalise, x: normalise(x)
 
 
 class ForeignNorm:
-    """What a layer of class ``own`` with the normalisation of class ``norm`` adds to the two."""
+    """Base of the made classes: a layer of class ``own`` with the normalisation of class ``norm``."""
 
     own: type[nn.Module]
     norm: type[nn.Module]
@@ -86,7 +86,7 @@ class ForeignNorm:
 class _OwnForward(ForeignNorm):
     """Runs the forward of ``own``, and raises if that did not reach ``norm``."""
 
-    replaces_call: bool  # whether F.batch_norm is replaced meanwhile
+    replaces_call: bool  # whether F.batch_norm is replaced during the forward
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class _OwnForward(ForeignNorm):
 
 
 class _Mark:
-    """Comes between ``own`` and ``norm`` in the order of inheritance: ``super().forward(x)`` in ``own`` arrives here."""
+    """Stands between ``own`` and ``norm`` in the method resolution order, to see that ``own`` calls ``super().forward(x)``."""
 
     def forward(self, input: Tensor) -> Tensor:
         _seen.norm = True
@@ -170,7 +170,7 @@ class _Converted(ForeignNorm):
 
 
 def combine(own: type[nn.Module], norm: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer that is an ``own`` in everything but the normalisation, which is ``norm``'s."""
+    """The class of a layer that is an ``own`` except for its normalisation, which is ``norm``'s."""
     if (own, norm) not in _COMBINED:
         _COMBINED[own, norm] = _combine(own, norm)
     return _COMBINED[own, norm]
@@ -204,8 +204,8 @@ def _replaces_call(own: type[nn.Module], norm: type[nn.Module]) -> bool:
         code = getattr(inspect.unwrap(vars(base)["forward"]), "__code__", None)
         names = () if code is None else code.co_names
         if "super" in names and "batch_norm" not in names:
-            continue  # what matters is the forward it calls
-        # By F.batch_norm itself, or by nn.BatchNorm2d.forward(self, x), which calls it.
+            continue  # it only calls the next forward, so look at that one
+        # It calls F.batch_norm, directly or through nn.BatchNorm2d.forward(self, x).
         if (
             ("batch_norm" in names or "forward" in names)
             and "super" not in names
@@ -215,7 +215,7 @@ def _replaces_call(own: type[nn.Module], norm: type[nn.Module]) -> bool:
         break
     raise UserError(
         f"convert: {own.__name__} is a batch norm with a forward of its own, and it is not clear how that normalises; "
-        "say so with tbbn.register_converter, or leave the layer out: tbbn.convert(..., skip=[...])."
+        "register it with tbbn.register_converter, or leave the layer out: tbbn.convert(..., skip=[...])."
     )
 
 

@@ -12,7 +12,7 @@ With them, for each channel:
     y[b]              x[b] * A[b] + S[b]  with  A = scatter @ (weight / std),  S = bias - scatter @ (weight * mean / std)
 
 In the code ``product(a, b)`` is ``a @ b``. Memory rows are in all groups, yet no tensor of size (r, B, C, H, W) exists.
-:func:`reference` is this in tensor operations that autograd and ``torch.compile`` understand. Faster forms of it are
+:func:`reference` computes this in tensor operations that autograd and ``torch.compile`` understand. Faster implementations are
 in ``tbbn.accelerators``, which is optional.
 """
 
@@ -43,8 +43,8 @@ def reference(
     rows = rows if x.dim() > 2 else rows.unsqueeze(2)
     pixels = tuple(range(2, rows.dim()))
     shape = (*x.shape[:2], *[1 for _ in pixels])
-    # Squares lose digits where a mean is large against its spread, so subtract from each row its own first pixel. Unlike the mean
-    # it costs no pass over x: a compiler takes both moments in one. To autograd it is a constant: it cancels in the result.
+    # Squares lose digits if the mean is large relative to the spread, so subtract each row's first pixel. Unlike the mean, this
+    # needs no pass over x: a compiler computes both moments in one. It is a constant to autograd, since it cancels in the result.
     first = rows.detach()  # (B, C), once the pixels are selected
     for _ in pixels:
         first = first[..., 0]
@@ -92,7 +92,7 @@ def task_balanced_batch_norm(
         raise UserError(
             f"task_balanced_batch_norm: the plan covers {plan.scatter.shape[0]} rows but the input has {x.shape[0]}."
         )
-    compiling = torch.compiler.is_compiling()  # for a CPU a compiler is given the reference
+    compiling = torch.compiler.is_compiling()  # on a CPU, torch.compile compiles the reference
     if x.is_cuda or not compiling:
         find = _import_backends()[1] if compiling else _backends()[0]
         backend = find(x, running_mean, running_var, weight, bias, plan)
@@ -116,7 +116,7 @@ def task_balanced_batch_norm(
 
 
 def _import_backends() -> tuple[Callable[..., Backend | None], Callable[..., Backend | None]]:
-    """How backends are found, for eager and for compiled code: the only import of ``tbbn.accelerators``. Without it: none."""
+    """The functions that find a backend for eager and for compiled code. The only import of ``tbbn.accelerators``."""
     try:
         from tbbn.accelerators.backend import find, find_for_compiler
     except ModuleNotFoundError as error:
@@ -130,7 +130,7 @@ def _find_nothing(*inputs: Any) -> None:
     return None
 
 
-_backends = cache(_import_backends)  # a compiler would warn of the cache
+_backends = cache(_import_backends)  # eager code only: torch.compile warns of caches
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
@@ -166,7 +166,7 @@ def update_average(running: Tensor, value: Tensor, momentum: float | Tensor) -> 
 
 
 def averaged(running: Tensor, value: Tensor, momentum: float | Tensor) -> Tensor:
-    """What :func:`update_average` makes of ``running``, in the type of ``value``."""
+    """The result of :func:`update_average`, in the type of ``value``, without changing ``running``."""
     running = running.to(value.dtype)
     if isinstance(momentum, Tensor):
         momentum = momentum.to(value.dtype)

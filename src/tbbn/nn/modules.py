@@ -31,35 +31,36 @@ FORGOTTEN = 1000  # training forwards after which a model that was never inside 
 
 
 class RowsPerSample(UserError):
-    """The input has several rows a sample. The arguments are a message for where that cannot be helped, and their number."""
+    """Raised for an input with several rows per sample. Its arguments: a message for callers that cannot fold, the number."""
 
     def __str__(self) -> str:
         return self.args[0]
 
 
 def with_pixels(x: Tensor, per_sample: int, forward: Callable[[Tensor], Tensor]) -> Tensor:
-    """``forward`` of ``x`` (N k, C, ...) with the k rows of a sample, which follow one another, as pixels: (N, C, k ...)."""
+    """``forward`` of ``x`` (N k, C, ...), with the k consecutive rows of a sample folded into its pixels: (N, C, k ...)."""
     parts = x.unflatten(0, (-1, per_sample)).transpose(1, 2)  # (N, C, k, ...)
     y = forward(parts if x.dim() == 2 else parts.flatten(2, 3)).reshape(parts.shape)
     return y.transpose(1, 2).reshape(x.shape)
 
 
 class BalancedNorm(AnyBatchNorm):
-    """A batch norm to which :func:`tbbn.balance` gives the layout of the batch, for the length of a ``with`` block."""
+    """A batch norm to which :func:`tbbn.balance` gives the layout of the batch within its ``with`` block."""
 
-    is_batch_norm_in_eval = True  # so tbbn.revert can make it one
+    is_batch_norm_in_eval = True  # so that tbbn.revert can replace it by batch norm
     wants_task_ids = False  # whether it uses the ``task_ids`` of a layout
-    warned_of_forgotten = False  # once a process, not once a layer
+    warned_of_forgotten = False  # once per process, not per layer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._forwards = Forwards()
-        self._warns: bool | None = None  # of a training forward outside ``balance``; None: never inside; False: it has
+        # Whether to warn of a training forward outside ``balance``. None: never used inside yet. False: has warned.
+        self._warns: bool | None = None
         self._n_outside = 0  # training forwards before the first block
         self._uncompiled = False  # whether compiled code leaves its forwards to Python: see tbbn.nn.uncompiled
 
     def prepare(self, layout: Layout) -> Any:
-        """What the forward needs of ``layout``, made once when the block is entered. Raises if the layer cannot take it."""
+        """What the forward needs from ``layout``, made once on entering the block. Raises if the layer cannot take the layout."""
         raise NotImplementedError
 
     def find_layout(self, x: Tensor) -> tuple[Layout | None, Any]:
@@ -74,10 +75,10 @@ class BalancedNorm(AnyBatchNorm):
                 raise self._folds(x.shape[0] // layout.rows)
         elif block is not None and block.rows_per_sample != 1 and (per_sample := block.folds(x.shape[0])) > 1:
             if not torch.compiler.is_compiling() and may_be_repeated():
-                self._forwards.append(Forward.of(block, x))  # a repetition comes with these rows first
+                self._forwards.append(Forward.of(block, x))  # a repetition first arrives here with unfolded rows
             raise self._folds(per_sample)
         if torch.compiler.is_compiling():
-            return layout, prepared  # row counts are checked by the plan's shape: numbers would be compiled in
+            return layout, prepared  # the plan's shape checks the row count; comparing numbers would compile them in
         if may_be_repeated() and not recomputing():
             self._forwards.append(Forward.of(block, x))
         if layout is None:
@@ -104,11 +105,11 @@ class BalancedNorm(AnyBatchNorm):
 
     @property
     def needs_layout(self) -> bool:
-        """Whether the layer does nothing of its own without a layout."""
+        """Whether the layer is plain batch norm without a layout."""
         return True
 
     def warn_outside(self) -> None:
-        """Warn of the next training forward outside ``balance``, once: the model has been used inside."""
+        """Have the next training forward outside ``balance`` warn, once, now that the model has been used inside."""
         if self._warns is None and self.needs_layout:
             self._warns = True
 
@@ -121,13 +122,13 @@ class BalancedNorm(AnyBatchNorm):
                 stacklevel=2,
             )
         elif self._warns is None and self.needs_layout:
-            vars(self)["_n_outside"] += 1  # by Module.__setattr__ it would take five times as long
+            vars(self)["_n_outside"] += 1  # five times as fast as through Module.__setattr__
             if self._n_outside == FORGOTTEN and not BalancedNorm.warned_of_forgotten:
                 BalancedNorm.warned_of_forgotten = True
                 warnings.warn(
                     f"{FORGOTTEN} training forwards, none inside tbbn.balance: the layers have been plain batch norm. Put the "
-                    "forward inside tbbn.balance(model, current=..., memory=..., past_tasks=...); in the first task that "
-                    "is memory=0, past_tasks=0.",
+                    "forward inside tbbn.balance(model, current=..., memory=..., past_tasks=...); in the first task use "
+                    "memory=0, past_tasks=0.",
                     stacklevel=2,
                 )
 
@@ -142,7 +143,7 @@ class BalancedNorm(AnyBatchNorm):
     def _replicate_for_data_parallel(self) -> Any:
         if find(self) is not None:
             raise UserError(
-                "balance: nn.DataParallel cuts the batch, so the layout fits no part of it; use DistributedDataParallel."
+                "balance: nn.DataParallel splits the batch, so the layout fits no part; use DistributedDataParallel."
             )
         return super()._replicate_for_data_parallel()
 
@@ -171,7 +172,7 @@ class PlannedNorm(BalancedNorm):
         ] = "averaged",
         total_variance: Annotated[bool, Option(help="add the variance between splits to the running variance")] = False,
         output_statistics: Annotated[
-            bool, Option(help="error of released code: running statistics of the output")
+            bool, Option(help="error of the released code: running statistics of the output")
         ] = False,
         sync: bool = False,
         process_group: Any = None,
@@ -204,7 +205,7 @@ class PlannedNorm(BalancedNorm):
         return task_balanced_batch_norm(*arguments(self, x, plan))
 
     def plan_of(self, x: Tensor) -> Plan | None:
-        """The plan for this training forward; None: nothing to balance."""
+        """The plan for this training forward; None if there is nothing to balance."""
         self._check_input_dim(x)
         layout, plan = self.find_layout(x)
         if layout is None and self.sync and ranks_in(self.process_group) > 1:
@@ -218,12 +219,12 @@ class PlannedNorm(BalancedNorm):
                 (torch.device("cpu"), torch.float64) if tensor is None else (tensor.device, statistics_dtype(tensor))
             )
             return layout.rank_plan(self.process_group, self.options, *where)
-        if tensor is None or tensor.is_meta:  # meta: functional_call may bring the weights
+        if tensor is None or tensor.is_meta:  # meta: functional_call may supply the weights
             return layout.plan(self.options)
         return layout.plan(self.options, tensor.device, statistics_dtype(tensor))
 
     def _track_output(self, x: Tensor, plan: Plan) -> Tensor:
-        """Running statistics of the layer's output: what the released ablation code did for case 2."""
+        """Take the running statistics from the layer's output, as the released ablation code did for case 2."""
         _, mean, var, weight, bias, _, momentum, eps, batches = arguments(self, x, plan)
         y = task_balanced_batch_norm(x, None, None, weight, bias, plan, momentum, eps, batches)
         if mean is not None:
@@ -235,7 +236,8 @@ class PlannedNorm(BalancedNorm):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self.process_group)] = self.process_group  # a process group cannot be copied
-        new = memo[id(self)] = type(self).__new__(type(self))  # first: hooks and attributes may hold the layer itself
+        # Before the state is copied: hooks and attributes may hold the layer itself.
+        new = memo[id(self)] = type(self).__new__(type(self))
         new.__setstate__(deepcopy(self.__getstate__(), memo))
         return new
 
@@ -258,7 +260,7 @@ def arguments(norm: AnyBatchNorm, x: Tensor, plan: Plan | None) -> tuple[Any, ..
         mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
         if recomputing() and mean is not None:  # do not count the batch twice
             mean, var, batches = mean.clone(), cast(Tensor, var).clone(), None
-        elif momentum is None and batches is not None:  # cumulative average, as a tensor: nothing waits for the device
+        elif momentum is None and batches is not None:  # cumulative average, as a tensor to avoid a host sync
             batches.add_(1)
             momentum = batches.to(torch.float64 if batches.is_cpu else torch.float32).reciprocal()
             batches = None
@@ -266,7 +268,7 @@ def arguments(norm: AnyBatchNorm, x: Tensor, plan: Plan | None) -> tuple[Any, ..
 
 
 def as_leaf(layer: Any, x: Proxy) -> Any:
-    """A call of ``layer`` in a graph of ``torch.fx``, which would otherwise look into its forward."""
+    """A call of ``layer`` as one node of a ``torch.fx`` graph, which would otherwise trace its forward."""
     tracer: Any = x.tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), (x,), {})
 
@@ -294,7 +296,7 @@ class TaskBalancedBatchNorm2d(PlannedNorm, nn.BatchNorm2d):
     equals batch norm's. Only the statistics are balanced.
 
     Args: as ``nn.BatchNorm2d``, and by keyword ``rule`` ("paper", "current", "uneven": see :func:`tbbn.splits`; "paper" becomes
-    "uneven" where ``balance`` is told the kind of each row, because counts then vary), ``case`` (ablations 1 to 4), ``memory``
+    "uneven" where ``balance`` gets one value per row, because counts then vary), ``case`` (ablations 1 to 4), ``memory``
     ("averaged" or "own"), ``total_variance`` (add the variance between splits to the running variance), ``output_statistics``
     (take the running statistics from the output, an error of the released ablation code), ``sync`` and ``process_group``
     (statistics over all ranks).
@@ -323,7 +325,7 @@ class WeightedBatchNorm1d(PlannedNorm, nn.BatchNorm1d):
 class WeightedBatchNorm2d(PlannedNorm, nn.BatchNorm2d):
     """Batch norm over (N, C, H, W) with one set of statistics in which every task has exactly the same weight.
 
-    For task number ``t`` the current rows together have weight ``1/t`` and the memory rows together ``(t-1)/t``.
+    In the ``t``-th task the current rows together have weight ``1/t`` and the memory rows together ``(t-1)/t``.
     """
 
     kind = "weighted"
@@ -344,8 +346,8 @@ class RankBatchNorm1d(PlannedNorm, nn.BatchNorm1d):
 class RankBatchNorm2d(PlannedNorm, nn.BatchNorm2d):
     """Batch norm with one set of statistics over the rows of all ranks: ``tbbn.convert(model, "bn", sync=True)``.
 
-    Unlike ``nn.SyncBatchNorm`` it also runs on a CPU. With the counts that :func:`tbbn.balance` gives it, the ranks exchange one
-    message less; otherwise a layout changes nothing.
+    Unlike ``nn.SyncBatchNorm`` it also runs on a CPU. Inside :func:`tbbn.balance` a forward does not exchange counts; otherwise a
+    layout changes nothing.
     """
 
     kind = "plain"

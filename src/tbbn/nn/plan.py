@@ -35,8 +35,8 @@ def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> i
     - ``"paper"``: the largest common divisor of both counts that is at most ``r``;
     - ``"current"``: the largest divisor of ``current`` that is at most ``r`` (memory rows are shared by all splits, so their
       number need not be divisible);
-    - ``"uneven"``: ``r`` rounded; split sizes differ by at most one row. For counts that vary: a common divisor would jump from
-      batch to batch.
+    - ``"uneven"``: ``r`` rounded to the nearest; split sizes differ by at most one row. For counts that vary from batch to batch,
+      because their common divisors would jump.
 
     If a rule gives 1 although ``r >= 2`` (a short last batch, for example), uneven splits are used.
 
@@ -63,7 +63,7 @@ def splits(current: int, memory: int, past_tasks: int, rule: str = "paper") -> i
 
 
 def _counts(owner: str, current: Any, memory: Any, past_tasks: Any) -> tuple[int, int, int]:
-    """The three numbers as ``int``; they may be numpy's or tensors."""
+    """The three numbers as ``int``; they may be numpy scalars or tensors."""
     named = (("current", current), ("memory", memory), ("past_tasks", past_tasks))
     return cast(tuple[int, int, int], tuple(whole_number(f"{owner}: {name}", value) for name, value in named))
 
@@ -93,7 +93,7 @@ class Layout:
     past_tasks: int
     is_memory: Tensor | None = None  # (B,) bool on the CPU; None: rows [0, current) are current
     task_ids: Tensor | None = None  # (B,) integers on any device, 0-based; for layers with ``wants_task_ids``
-    rule: str | None = None  # of splits; None: what the options of a layer say
+    rule: str | None = None  # the split rule; None: the layer's own
 
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # plans, shared by all layers
 
@@ -102,9 +102,9 @@ class Layout:
         return self.current + self.memory
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for layouts of the same rows."""
+        """A key that is equal for layouts of the same rows."""
         mask = None if self.is_memory is None else tuple(self.is_memory.tolist())
-        known = type(self) is Layout and self.task_ids is None  # else the same object only
+        known = type(self) is Layout and self.task_ids is None  # otherwise a layout equals only itself
         return self.current, self.memory, self.past_tasks, self.rule, mask, None if known else id(self)
 
     def memory_mask(self) -> Tensor:  # (B,) bool
@@ -118,14 +118,14 @@ class Layout:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Plan | None:
-        """The plan of this batch; None if there is nothing to balance, so that it is plain batch norm."""
+        """The plan of this batch; None if there is nothing to balance (plain batch norm)."""
         options, device = options or PlanOptions(), device or torch.device("cpu")
         return self._cached((options, device, dtype), lambda: _build(self, options, device, dtype))
 
     def membership(self, device: torch.device, dtype: torch.dtype) -> Tensor:  # (B, tasks)
         """The task of each row, one-hot. Without ``task_ids`` a memory row belongs to all past tasks in equal parts.
 
-        From ``task_ids`` on a device it is computed there, without a host sync: a captured CUDA graph can contain it.
+        It is computed on the device of ``task_ids`` without a host sync, so that a captured CUDA graph can contain it.
         """
         return self._cached((device, dtype), lambda: _membership(self).to(dtype).to(device))
 
@@ -136,7 +136,7 @@ class Layout:
         if found is _MISSING:
             with torch.inference_mode(False):  # a forward with gradients may use it later
                 found = make()
-            if not functorch_active():  # torch.func: tensors that end with the transform
+            if not functorch_active():  # torch.func's tensors are valid only within their transform
                 self._cache[key] = found
         return found
 
@@ -144,7 +144,7 @@ class Layout:
 def make_layout(
     current: Any, memory: Any, is_memory: Any, past_tasks: Any, task_ids: Tensor | None, rule: str | None = None
 ) -> Layout:
-    """A layout from the arguments of :func:`tbbn.balance`, checked; each error is one line."""
+    """Check the arguments of :func:`tbbn.balance` and make a layout from them."""
     if is_memory is not None:
         if current is not None or memory is not None:
             raise UserError("balance: give either current and memory, or is_memory, not both.")
@@ -169,7 +169,7 @@ def make_layout(
 def row_values(name: str, value: Any, kind: str) -> Tensor:
     """One value per row as a 1-d tensor: of ``kind`` "bool" or "integer". Takes tensors, arrays and lists."""
     try:
-        if hasattr(value, "astype"):  # of numpy: torch takes no negative strides, nor another byte order
+        if hasattr(value, "astype"):  # numpy: torch accepts neither negative strides nor a foreign byte order
             value = value.astype(value.dtype.newbyteorder("="))
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, AttributeError):
@@ -183,7 +183,7 @@ def row_values(name: str, value: Any, kind: str) -> Tensor:
 
 @cache
 def _counted(current: int, memory: int, past_tasks: int, rule: str | None) -> Layout:
-    """One layout, and so one plan, for all batches with the same counts. Never freed: a CUDA graph may still read it."""
+    """The layout, and with it the plan, of all batches with these counts. Never freed: a CUDA graph may still read it."""
     return Layout(current, memory, past_tasks, rule=rule)
 
 
@@ -207,7 +207,7 @@ class Plan:
     total_variance: bool = False  # whether the running variance includes the variance between groups
 
     def __post_init__(self) -> None:
-        # No field: a compiler that rebuilds the plan from its fields would pass it to the constructor.
+        # Not a field: torch.compile rebuilds the plan from its fields and would pass it to the constructor.
         object.__setattr__(self, "_moved", {})  # copies by device and type
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Plan:
@@ -217,7 +217,7 @@ class Plan:
         moved: dict[Any, Plan] = self._moved  # type: ignore[attr-defined]
         found = moved.get((device, dtype))
         if found is None:
-            # First the type, then the device: some have no float64.
+            # First the dtype, then the device: some devices have no float64.
             tensors: dict[str, Any] = {
                 name: (value.to(dtype) if value.is_floating_point() else value).to(device)
                 for name in self.__dataclass_fields__
@@ -255,14 +255,14 @@ class PlanOptions:
             raise UserError(f"{self.kind}: it has no splits, so rule, case, memory and total_variance do not apply.")
 
     def rule_for(self, layout: Layout) -> str:
-        """The rule given to ``balance``, or the layer's. The paper's is for fixed counts: with a kind per row they vary."""
+        """The rule given to ``balance``, or the layer's. With a mask counts vary, and "paper", for fixed counts, is "uneven"."""
         if layout.rule is not None:
             return layout.rule
         return "uneven" if self.rule == "paper" and layout.is_memory is not None else self.rule
 
 
 def _build(layout: Layout, options: PlanOptions, device: torch.device, dtype: torch.dtype) -> Plan | None:
-    """Built on the CPU in double precision, then moved: plans are small, and rounding in them would show."""
+    """The plan of ``layout``, built on the CPU in double precision and then moved: it is small, and its rounding would show."""
     if options.kind == "plain" or not (layout.current and layout.memory and layout.past_tasks):
         return None
     if options.kind == "weighted":
@@ -303,7 +303,7 @@ def _weighted(layout: Layout) -> Plan:
 
 
 def _ablated(plan: Plan, case: int) -> Plan:
-    """The paper's ablations use the splits for one purpose, and plain batch norm's single group for the other."""
+    """The plan of an ablation: most use the splits for one purpose and plain batch norm's single group for the other."""
     r, b = plan.gather.shape
     everyone, whole = _filled(1, b, 1), _filled(1 / b, 1, b)
     if case == 3:  # all rows share the averaged statistics
@@ -339,7 +339,7 @@ def one_group(rows: int) -> Plan:
 
 
 def product(matrix: Tensor, values: Tensor) -> Tensor:
-    """``matrix @ values`` as sums: autocast would round a matrix product, also in backward."""
+    """``matrix @ values`` as sums, because autocast would round a matrix product, also in backward."""
     return (matrix.unsqueeze(2) * values).sum(1)
 
 

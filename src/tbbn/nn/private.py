@@ -1,7 +1,7 @@
 """Names of torch that are not public, each with a fallback for a torch without it.
 
-A fallback answers on the safe side: the layer takes the slower way and stays right. No other module of this package uses a
-private name of torch; ``tests/nn/test_private.py`` holds both.
+A fallback errs on the safe side: the layer becomes slower but stays correct. No other module of this package uses a private
+name of torch. ``tests/nn/test_private.py`` checks both rules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _NoWrappedHook:
     """No hook of a module is wrapped."""
 
 
-FALLBACKS: dict[str, tuple[str, Any]] = {  # a name here: the name in torch, and what serves without it
+FALLBACKS: dict[str, tuple[str, Any]] = {  # a name in this module: its name in torch, and the fallback
     "functorch_active": ("_C._are_functorch_transforms_active", lambda: True),
     "dispatch_modes": ("_C._len_torch_dispatch_stack", lambda: 1),
     "tracing_state": ("_C._get_tracing_state", lambda: True if torch.jit.is_tracing() else None),
@@ -59,22 +59,22 @@ dispatch_modes: Callable[[], int] = _find("dispatch_modes")  # how many are acti
 tracing_state: Callable[[], Any] = _find("tracing_state")  # None outside torch.jit.trace
 is_wrapped: Callable[[Any], bool] = _find("is_wrapped")  # a tensor of torch.func, without memory of its own
 graph_task: Callable[[], int] = _find("graph_task")  # -1 outside a backward pass
-saved_tensors_hooks: Callable[[bool], Any] = _find("saved_tensors_hooks")  # None where nothing hooks what is saved
+saved_tensors_hooks: Callable[[bool], Any] = _find("saved_tensors_hooks")  # None without active hooks
 global_hooks: Callable[[], bool] = _find("global_hooks")  # whether any hook is set for all modules
 raw_stream: Callable[[int], int] = _find("raw_stream")  # the handle of a device's current stream
 current_device: Callable[[], int] = _find("current_device")
-binary: str | None = _find("binary")  # torch's library of Python bindings; None: what the process itself has linked
+binary: str | None = _find("binary")  # torch's library of Python bindings; None: search the symbols of the process
 WrappedHook: Any = _find("WrappedHook")  # a hook that holds its module weakly
 
 
 def exporting() -> bool:
-    """Whether torch.export is tracing. The public ``is_exporting`` is true in all that torch 2.11 compiles."""
+    """Whether torch.export is tracing. In torch 2.11 the public ``is_exporting`` is also true under ``torch.compile``."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def under_transform() -> bool:
     """Whether functorch transforms (grad, vmap), dispatch modes (fake tensors, FLOP counting) or tracing are active.
 
-    Then tensors may have no memory of their own, as kernels require.
+    Tensors may then lack storage of their own, which kernels require.
     """
     return bool(functorch_active() or dispatch_modes() or tracing_state() is not None)

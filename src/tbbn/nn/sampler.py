@@ -20,10 +20,10 @@ class ReplayBatchSampler(Sampler[list[int]]):
 
     Args:
         current_data, memory_data: the two datasets, or their lengths.
-        current, memory: rows of each in a batch. Every batch is full: a dataset that ends is shuffled and begins again.
+        current, memory: rows of each in a batch. Every batch is full: a dataset that ends is reshuffled and starts over.
         length: the batches of an epoch: "longer" (until both datasets have been seen), "current" (until the current one has
-            been), or a number.
-        seed: of the order. Each epoch has another order; ``set_epoch`` chooses it.
+            been seen), or a number.
+        seed: the seed of the order. The order differs from epoch to epoch; ``set_epoch`` chooses the epoch.
 
     Without memory rows (the first task) batches are made of ``current + memory`` current rows. The attributes ``current`` and
     ``memory`` are the counts of every batch, for :func:`tbbn.balance`.
@@ -72,16 +72,15 @@ class ReplayBatchSampler(Sampler[list[int]]):
         return self.batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be epoch number ``epoch``; without it each iteration is the next epoch."""
-        self.epoch = whole_number(
-            "ReplayBatchSampler: epoch", epoch
-        )  # of the latest iteration, or of the first to come
-        self._following = self.epoch  # of the next iteration
-        self._given = 0  # batches of ``epoch`` that have been given
+        """Make the next iteration epoch number ``epoch``. By default each iteration is the next epoch."""
+        # The epoch of the latest iteration, or of the first one to come.
+        self.epoch = whole_number("ReplayBatchSampler: epoch", epoch)
+        self._following = self.epoch  # the epoch of the next iteration
+        self._given = 0  # batches of ``epoch`` that have been yielded
         self._skipped = 0  # batches that the next iteration leaves out: they were trained before
 
     def __iter__(self) -> Iterator[list[int]]:
-        # With the first batch: a DataLoader with workers asks for two iterators, and uses one.
+        # This runs at the first batch, not at iter(): a DataLoader with workers asks for two iterators and uses one.
         epoch = self.epoch = self._following
         first = self._given = self._skipped
         self._following, self._skipped = epoch + 1, 0
@@ -96,15 +95,15 @@ class ReplayBatchSampler(Sampler[list[int]]):
             yield rows[i]
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Where the latest epoch stands. Workers of a ``DataLoader`` fetch ahead: with them, say how many batches you trained."""
+        """The position in the latest epoch. Pass the number of trained batches if ``DataLoader`` workers prefetch."""
         done = self._given if batches is None else whole_number("ReplayBatchSampler: batches", batches)
         return {"epoch": self.epoch, "batches": done, **self._fixed()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the batch after the last one of ``state``."""
+        """Continue with the batch after the last one of ``state``."""
         changed = [f"{k} was {state.get(k)}, is {v}" for k, v in self._fixed().items() if state.get(k) != v]
         if changed:
-            raise UserError(f"ReplayBatchSampler: the state is of other batches: {'; '.join(changed)}.")
+            raise UserError(f"ReplayBatchSampler: the state belongs to another sampler: {'; '.join(changed)}.")
         done = whole_number("ReplayBatchSampler: batches", state["batches"])
         is_over = done >= self.batches
         self.set_epoch(state["epoch"] + is_over)
@@ -119,6 +118,6 @@ class ReplayBatchSampler(Sampler[list[int]]):
 def _order(n: int, wanted: int, seed: int, epoch: int, kind: int) -> Tensor:
     """``wanted`` rows of ``n``: as many shuffled passes as it takes."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) * 2 + kind)
-    passes = -(-wanted // max(n, 1))  # none of a dataset without rows
+    passes = -(-wanted // max(n, 1))  # 0 for an empty dataset, of which no rows are wanted
     rows = [torch.randperm(n, generator=generator) for _ in range(passes)]
     return torch.cat([torch.empty(0, dtype=torch.int64), *rows])[:wanted]

@@ -45,15 +45,15 @@ def _matches(rule: Any, name: str, module: nn.Module) -> bool:
 
 
 def warn_of_unchanged(model: nn.Module, norms: int, skipped: set[nn.Module]) -> None:
-    """Say what was not replaced although it looks like batch norm, or that there was nothing to replace."""
+    """Warn of frozen batch norms that were not replaced, or that there was nothing to replace."""
     frozen = Counter(type(m).__name__ for m in model.modules() if _is_frozen(m) and m not in skipped)
     left = ", ".join(f"{count} {name}" for name, count in frozen.items())
     if frozen:
-        warnings.warn(f"convert: left {left} alone, whose statistics are fixed.", stacklevel=3)
+        warnings.warn(f"convert: did not replace {left}, whose statistics are fixed.", stacklevel=3)
     elif not norms and not skipped:
         warnings.warn(f"convert: {type(model).__name__} has no batch norm; nothing was replaced.", stacklevel=3)
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    """torchvision's, timm's and detectron2's frozen batch norms; by name, because none of them is imported here."""
+    """Whether it is torchvision's, timm's or detectron2's frozen batch norm. By name: none of them is imported here."""
     return type(module).__name__.startswith("FrozenBatchNorm")

@@ -1,12 +1,12 @@
 """The layer on several ranks: statistics over the rows of all processes, equal to one process with the whole batch.
 
 The whole batch is the current rows of rank 0, 1, ..., then the memory rows of rank 0, 1, ... Its plan decides the splits. A rank
-needs the columns of its own rows and, to merge the moments of all ranks, the weight of every rank in every group:
+needs the plan's columns for its own rows and, to merge the moments of all ranks, the weight of every rank in every group:
 
-    forward     each rank has the mean and variance of its part of each group; all are gathered and merged: one collective
-    backward    the gradients of the groups' means and variances are summed over the ranks: one collective
+    forward     each rank computes the mean and variance of its part of each group; one collective gathers them for merging
+    backward    one collective sums the gradients of the groups' means and variances over the ranks
 
-Gradients of weight and bias are those of this rank's rows, as in ``nn.SyncBatchNorm``: DDP and FSDP average them.
+Weight and bias get the gradients of this rank's rows only, as in ``nn.SyncBatchNorm``: DDP and FSDP average them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Counts = Sequence[tuple[int, int]]  # current and memory rows of rank 0, 1, ...
 
 
 def ranks_in(group: Any) -> int:
-    """The number of ranks in a process group (None: the default one); 1 where there is nothing to synchronise."""
+    """The number of ranks in a process group (None: the default group); 1 without torch.distributed."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     return max(1, dist.get_world_size(group))
@@ -46,7 +46,7 @@ class RankLayout(Layout):
 
 
 def share_counts(layout: Layout, groups: Mapping[Any, torch.device], given: Counts | None = None) -> Layout:
-    """``layout`` with the counts of all ranks: ``given``, or gathered. ``groups`` are process groups, with their device."""
+    """``layout`` with the counts of all ranks: ``given``, or gathered. ``groups`` maps each process group to its device."""
     groups = {group: device for group, device in groups.items() if ranks_in(group) > 1}
     if not groups:
         return layout
@@ -64,13 +64,13 @@ def share_counts(layout: Layout, groups: Mapping[Any, torch.device], given: Coun
     return RankLayout(**{f.name: getattr(layout, f.name) for f in fields(layout) if f.init}, counts=counts)
 
 
-@lru_cache(maxsize=64)  # one layout, and so one plan, for all batches with the same counts
+@lru_cache(maxsize=64)  # batches with the same counts share a layout, and therefore its plan
 def _counted(current: int, memory: int, past_tasks: int, counts: tuple[tuple[Any, Counts], ...]) -> RankLayout:
     return RankLayout(current, memory, past_tasks, counts=dict(counts))
 
 
 def _gather_counts(layout: Layout, group: Any, device: torch.device) -> Counts:
-    if "cpu" in dist.get_backend_config(group):  # NCCL takes tensors on a GPU only, and reading them back waits for it
+    if "cpu" in dist.get_backend_config(group):  # NCCL alone needs GPU tensors, and reading them back is a host sync
         device = torch.device("cpu")
     mine = torch.tensor([layout.current, layout.memory, layout.past_tasks], device=device)
     rows = _all_gather(mine, ranks_in(group), group).tolist()
@@ -97,8 +97,8 @@ class RankPlan(Plan):
     """The part of the whole batch's plan that one rank needs.
 
     ``gather`` (r, rows) and ``scatter`` (rows, r) are for this rank's rows; ``running`` and ``sizes`` are those of the whole
-    batch. ``shares[k, j]`` is the weight of rank ``k`` in group ``j``. None: the counts are not known (a training forward outside
-    ``balance``). Then there is one group, ``gather`` is 1, and the ranks send their counts with their moments.
+    batch. ``shares[k, j]`` is the weight of rank ``k`` in group ``j``. It is None in a training forward outside ``balance``,
+    where the counts of other ranks are unknown: there is one group, ``gather`` is 1, and ranks send counts with their moments.
     """
 
     shares: Tensor | None = None  # (ranks, r), columns sum to 1
@@ -107,14 +107,14 @@ class RankPlan(Plan):
 
 
 def unbalanced_plan(rows: int, group: Any, device: torch.device, dtype: torch.dtype) -> RankPlan:
-    """Batch norm over all ranks, where only this rank's number of rows is known."""
+    """The plan of batch norm over all ranks when only this rank's number of rows is known."""
     plan = one_group(rows)
     plan = _rank_plan(plan, gather=plan.scatter.t(), ranks=ranks_in(group), group=group)
     return cast(RankPlan, plan.to(device, dtype))
 
 
 def _build(layout: RankLayout, group: Any, options: PlanOptions) -> RankPlan:
-    """Built on the CPU in double precision from the plan of the whole batch."""
+    """This rank's part of the whole batch's plan, on the CPU in double precision."""
     rank, counts = dist.get_rank(group), layout.counts[group]
     current, memory = (sum(rows) for rows in zip(*counts, strict=True))
     whole = Layout(current, memory, layout.past_tasks, rule=options.rule_for(layout))
@@ -153,7 +153,7 @@ def synchronised(
         return y.squeeze(2), mean, var, plan
     with torch.no_grad():
         mean, var, plan = _moments(x, plan)
-    # Its tensors, not the plan: torch 2.9 would compile in the numbers of the plan, such as its rows, and again for every count.
+    # Pass the plan's tensors: for the plan itself torch 2.9 would compile once for every value of its numbers, such as ``rows``.
     parts = (plan.gather, plan.scatter, plan.running, plan.blend)
     return _Normalise.apply(x, weight, bias, mean, var, *parts, plan.group, eps), mean, var, plan
 
@@ -162,7 +162,7 @@ def _moments(x: Tensor, plan: RankPlan) -> tuple[Tensor, Tensor, RankPlan]:
     rows, dims, shape = x.to(plan.gather.dtype), *_geometry(x)
     row_mean = rows.mean(dims)  # (B, C)
     row_var = (rows - row_mean.view(shape)).square().mean(dims)
-    # Mean squares lose digits where a mean is large against its spread: first subtract the mean of this rank's rows.
+    # Mean squares lose digits if the mean is large relative to the spread: first subtract the mean of this rank's rows.
     centre = row_mean.sum(0) / max(1, x.shape[0])
     row_mean = row_mean - centre
     weight = plan.gather.sum(1, keepdim=True)  # (r, 1)
@@ -192,7 +192,7 @@ def _all_gather(message: Tensor, ranks: int, group: Any) -> Tensor:  # (ranks, .
 
 
 class _Normalise(torch.autograd.Function):
-    """``x`` normalised by the groups' statistics, which depend on the rows of all ranks: backward knows, autograd does not."""
+    """``x`` normalised by the groups' statistics. Its backward includes the other ranks' rows, which autograd does not see."""
 
     @staticmethod
     def forward(
