@@ -61,9 +61,9 @@ def of_device(text: str, _: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_checkpoint(text: str, _: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "_check", failing(text))
+    monkeypatch.setattr(state, "record_from", failing(text))
     run = Run(tiny())
-    state.restore(run, {"position": {}}, {}, "here")
+    state.restore(run, {"position": {}, "record": {}}, {}, "here")
 
 
 def of_image(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,12 +97,16 @@ def test_other_data_of_the_same_name_are_refused(capsys: Capture, monkeypatch: p
     Path("other").mkdir()
     parts = torch.load("here/placed.pt")
     torch.save(tuple((255 - images, labels) for images, labels in parts), "other/placed.pt")
+    Path("fewer").mkdir()
+    torch.save(tuple((images[::2], labels[::2]) for images, labels in parts), "fewer/placed.pt")
     before = Path("runs/x/record.json").read_bytes()
     capsys.readouterr()
     said = mistake(capsys, "resume", "runs/x", "--quiet", "--data.root", "other")
     assert "runs/x: was trained on other data than placed in other (mean: " in said
     assert "name the folder of its own data with --data.root" in said
     assert Path("runs/x/record.json").read_bytes() == before
+    said = mistake(capsys, "resume", "runs/x", "--quiet", "--data.root", "fewer")
+    assert "was trained on other data than placed in fewer" in said, "not that the checkpoint is to be deleted"
     for command in ("drift", "slots"):
         assert "was trained on other data" in mistake(capsys, command, "runs/x", "--data.root", "other")
     assert main(("resume", "runs/x", "--quiet", "--data.root", "here")) == 0

@@ -115,9 +115,9 @@ def restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where:
 
 def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
     run.position = Position(**values["position"])
-    _check(run, tensors)
     here, saved = run.record.environment, record_from(values["record"], where)
-    require_same_data(saved, run.record, where)
+    require_same_data(saved, run.record, where)  # before the rows are compared: other data may have fewer
+    _check(run, tensors)
     run.record = saved
     run.record.config = {**run.record.config, "data": to_dict(run.config)["data"]}  # the data may lie elsewhere now
     if here not in (run.record.environment, *run.record.resumed):
@@ -166,7 +166,8 @@ def _check(run: Run, tensors: dict[str, Tensor]) -> None:
     for name in ("memory.index", "rows.current", "rows.memory"):
         rows = tensors.get(name, torch.empty(0)).tolist()
         if rows and not 0 <= min(rows) <= max(rows) < len(run.source.train.labels):
-            raise ValueError(f"{name} has rows outside the data set")
+            n, root = len(run.source.train.labels), run.config.data.root
+            raise ValueError(f"{name} has rows outside the data set, of which there are {n} in {root}")
 
 
 def _on(device: torch.device, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
