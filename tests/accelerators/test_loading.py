@@ -53,7 +53,7 @@ def test_status_names_the_compiler_and_the_instructions(monkeypatch, package):
     ("value", "why"),
     [
         ("0", "switched off by TBBN_NATIVE=0"),
-        ("avx3", "TBBN_NATIVE=avx3 means nothing; set 0, 1, baseline, avx2, avx512"),
+        ("avx3", "TBBN_NATIVE must be 0, 1, baseline, avx2, avx512, got 'avx3'"),
     ],
 )
 def test_the_environment_variable(monkeypatch, package, value, why):

@@ -1,1 +1,1 @@
-"""Faster forms of the layer, chosen by :mod:`tbbn.accelerators.backend`. Optional: without this folder the reference is used."""
+"""Faster backends of the layer, chosen by :mod:`tbbn.accelerators.backend`. Without this folder the reference is used."""

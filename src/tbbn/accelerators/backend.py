@@ -1,7 +1,7 @@
 """The protocol of a backend, and the order in which backends are tried: triton, native, eager.
 
-A backend is a module with two functions, and a third, ``norm_act``, where it can fuse the norm with what follows. All take what
-:func:`tbbn.nn.functional.task_balanced_batch_norm` takes.
+A backend is a module with the functions ``supports`` and ``norm``, and ``norm_act`` if it can fuse the norm with what follows.
+All take the arguments of :func:`tbbn.nn.functional.task_balanced_batch_norm`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FusedBackend(Backend, Protocol):
     ) -> Tensor:  # fmt: skip
         """``relu(norm(x) + residual)``; ReLU and residual are optional.
 
-        ``moments`` (2, N, parts, C), if known, are the means and variances of equal parts of each row; they may save a pass.
+        ``moments`` (2, N, parts, C), if given, are the means and variances of equal parts of each row; they may save a pass.
         ``training=False``, only with ``plan=None``, is batch norm in eval mode, without gradients.
         """
 
@@ -54,8 +54,8 @@ def find(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
     weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
 ) -> Backend | None:  # fmt: skip
-    """The first backend that supports these inputs; None: only the reference can take them."""
-    if under_transform() or isinstance(plan, RankPlan):  # no backend takes statistics over ranks
+    """The first backend that supports these inputs; None if only the reference does."""
+    if under_transform() or isinstance(plan, RankPlan):  # no backend computes statistics over ranks
         return None
     for backend in backends(x.is_cuda) if _only is None else _only:
         if backend.supports(x, running_mean, running_var, weight, bias, plan):
@@ -67,7 +67,7 @@ def find_fused(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
     weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
 ) -> FusedBackend | None:  # fmt: skip
-    """What :func:`find` finds, if it fuses the norm with what follows."""
+    """The backend that :func:`find` returns, if it can fuse the norm with what follows; otherwise None."""
     backend: Any = find(x, running_mean, running_var, weight, bias, plan)
     return backend if hasattr(backend, "norm_act") else None
 
@@ -76,7 +76,7 @@ def find_for_compiler(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
     weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
 ) -> Backend | None:  # fmt: skip
-    """What supports these inputs in code that ``torch.compile`` compiles for a GPU; None: the reference."""
+    """The backend for these inputs in code that ``torch.compile`` compiles for a GPU; None: use the reference."""
     if not TRITON or exporting() or functorch_active() or isinstance(plan, RankPlan):
         return None
     from tbbn.accelerators.triton import compiled
@@ -86,7 +86,7 @@ def find_for_compiler(
 
 @cache
 def backends(cuda: bool) -> tuple[Backend, ...]:
-    """The backends for tensors on a GPU or elsewhere, the fastest first. Triton is imported for CUDA tensors only."""
+    """The backends for CUDA tensors or for all others, fastest first. Triton is imported for CUDA tensors only."""
     if cuda and TRITON:
         from tbbn.accelerators.triton import norm as triton
 
@@ -99,7 +99,7 @@ _only: tuple[Backend, ...] | None = None
 
 @contextmanager
 def only(*chosen: Backend) -> Iterator[None]:
-    """Use these backends and no others, for tests and benchmarks; none at all: the reference."""
+    """Use only these backends, for tests and benchmarks. Without any, the reference is used."""
     global _only
     before, _only = _only, chosen
     try:

@@ -10,9 +10,9 @@ from torch import Tensor
 from tbbn.nn.functional import reference, statistics_dtype, update_average
 from tbbn.nn.plan import Plan
 
-# Mean squares lose digits where a mean is large against its spread. Below this ratio of variance to squared mean (the mean is
+# Mean squares lose digits if the mean is large relative to the spread. Below this ratio of variance to squared mean (the mean is
 # more than 3 standard deviations from zero) the mean of the memory rows is subtracted first. These are in every group, so no
-# group's mean is far from theirs against its spread.
+# group's mean is far from theirs relative to its spread.
 _OFF_CENTRE = 0.1
 
 
@@ -36,14 +36,14 @@ def norm(
         batches.add_(1)
     plan = plan.to(x.device, statistics_dtype(x))
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # its matrix products would round the statistics
+    if torch.is_autocast_enabled(device):  # autocast's matrix products would round the statistics
         with torch.autocast(device, enabled=False):
             return _EagerNorm.apply(x, weight, bias, plan, eps, running_mean, running_var, momentum)
     return _EagerNorm.apply(x, weight, bias, plan, eps, running_mean, running_var, momentum)
 
 
 def activate(y: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
-    """``relu(y + residual)`` in place: no norm needs its output for its gradient."""
+    """``relu(y + residual)``, in place because no norm needs its output for its gradient."""
     if residual is not None:
         y += residual
     return y.relu_() if relu else y
@@ -56,15 +56,15 @@ class PerPixel(NamedTuple):
     shared: Tensor  # (B,), turns row sums into the mean of the rows that are in all groups
     gather_back: Tensor  # (B, r), minus the transpose of gather
     scatter_back: Tensor  # (r, B)
-    unbiased: Tensor  # (r,), shares in the running variance, with the factor n / (n - 1) of the unbiased one
+    unbiased: Tensor  # (r,), shares in the running variance, times the factor n / (n - 1) of the unbiased variance
 
 
 def per_pixel(plan: Plan, pixels: int) -> PerPixel:
-    """Made once for each plan and image size; kept with the plan."""
+    """The :class:`PerPixel` of a plan, made once for each image size and kept with the plan."""
     cached: dict[int, PerPixel] = plan.__dict__.setdefault("_per_pixel", {})
     found = cached.get(pixels)
     if found is None:
-        # Made on the CPU and copied: other CUDA streams must not read a result that this one is still computing.
+        # Made on the CPU and copied: other CUDA streams must not read a result that this stream is still computing.
         device, dtype = plan.gather.device, plan.gather.dtype
         plan = plan.to(torch.device("cpu"), dtype)
         counts, shared = plan.sizes * pixels, plan.gather.amin(0)
@@ -82,9 +82,9 @@ def per_pixel(plan: Plan, pixels: int) -> PerPixel:
 class _EagerNorm(torch.autograd.Function):
     """Saves the input and a few values per channel.
 
-    On a CPU half of the time goes into the number of calls, whatever their size, and a small call right after a pass over
-    activations finds cold caches. So passes follow passes and small calls follow small calls, products with the plan include
-    the bias, results overwrite what is no longer needed, and activations are never reshaped.
+    On a CPU half of the time is the overhead of calls, whatever their size, and a small call right after a pass over activations
+    finds cold caches. So passes are grouped with passes and small calls with small calls, products with the plan include the
+    bias, results overwrite what is no longer needed, and activations are never reshaped.
     """
 
     @staticmethod
@@ -107,8 +107,8 @@ class _EagerNorm(torch.autograd.Function):
         row_sum, row_square = rows.sum(dims), y.sum(dims)  # (B, C)
         mean = gather.mm(row_sum)  # (r, C)
         var = gather.mm(row_square).addcmul_(mean, mean, value=-1)
-        # On a GPU the question "is any channel off centre?" would wait for the device: always subtract the centre there.
-        # A NaN counts as yes: squares may overflow where the values themselves do not.
+        # On a GPU, testing whether any channel is off centre would be a host sync: there the centre is always subtracted.
+        # NaN counts as off centre: squares may overflow although the values do not.
         if not (x.is_cpu and torch.addcmul(var, mean, mean, value=-_OFF_CENTRE).min().item() >= 0):
             centre = torch.mv(row_sum.t(), shared)  # (C,)
             rows = rows - centre.view(shape[1:])
@@ -168,7 +168,7 @@ class _EagerNorm(torch.autograd.Function):
 def reference_gradients(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Plan, eps: float, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of input, weight and bias through the reference: for second derivatives, which no backend writes by hand."""
+    """Gradients of input, weight and bias through the reference, for second derivatives, which no backend implements."""
     inputs = [t for t, needed in zip((x, weight, bias), needs, strict=True) if needed and t is not None]
     y = reference(x, weight, bias, plan.to(x.device, statistics_dtype(x)), eps)[0]
     grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=True, allow_unused=True))

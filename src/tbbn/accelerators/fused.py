@@ -1,6 +1,6 @@
 """Fused operations for the bench's own networks: convolution, norm, ReLU and shortcut in fewer passes on a GPU.
 
-On a CPU, and wherever the kernels cannot take the inputs, each function here is the plain torch module and what follows it.
+On a CPU, and for inputs that the kernels do not support, each function here runs the plain torch modules and operations.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tbbn.nn.plan import Plan
 from tbbn.nn.private import global_hooks, under_transform
 
 _MOST_CHANNELS = 64
-_MOST_PIXELS = 2**17  # of a batch; above it cuDNN is as fast
+_MOST_PIXELS = 2**17  # in a batch; above this cuDNN is as fast
 
 
 class FusedBatchNorm2d(nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` by this package's kernels, where there are any: :func:`norm_act` fuses it with what follows.
+    """``nn.BatchNorm2d`` with this package's kernels where they apply; :func:`norm_act` fuses it with what follows.
 
-    Unlike cuDNN's, the kernels let runs on several streams share a GPU, and the same input always gives the same bits.
+    Unlike cuDNN's, these kernels let runs on several streams share a GPU, and the same input always gives the same bits.
     """
 
-    is_batch_norm_in_eval = True  # so tbbn.revert makes it nn.BatchNorm2d again
+    is_batch_norm_in_eval = True  # so that tbbn.revert makes it nn.BatchNorm2d again
     output_statistics = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ _FUSABLE = (PlannedNorm, FusedBatchNorm2d)
 
 
 def accelerate(module: nn.Module, device: torch.device) -> nn.Module:
-    """For a GPU with Triton, turn every ``nn.BatchNorm2d`` in ``module`` into :class:`FusedBatchNorm2d`, in place."""
+    """On a GPU with Triton, turn every ``nn.BatchNorm2d`` in ``module`` into :class:`FusedBatchNorm2d`, in place."""
     if device.type == "cuda" and TRITON:
         for layer in module.modules():
             if type(layer) is nn.BatchNorm2d:
@@ -82,7 +82,7 @@ def norm_act(
 
 
 def _by_sample(norm: Any, x: Tensor) -> bool:
-    """Whether the kernels for norms with a ``normaliser`` take the place of the norm's own forward."""
+    """Whether to use the kernels for norms with a ``normaliser`` instead of the norm's own forward."""
     return (
         x.is_cuda and TRITON and x.dim() == 4 and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and x.numel() > x.shape[1]  # with a single value per channel a norm raises its own error
@@ -101,7 +101,7 @@ def _normalise(norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moment
     if state is None:
         return activate(norm(x), relu, residual)
     x, mean, var = sample.sample_moments(x, moments)
-    # Compiled code cannot tell that checkpointing repeats it.
+    # Compiled code cannot tell whether checkpointing is repeating it.
     once = norm.training and not may_be_repeated() and not recomputing()
     if x.is_cuda and once and getattr(norm, "compiles_normaliser", False):
         made = _compiled_normaliser(norm.__class__, str(norm), x.shape)(norm, x, mean, var, *state)
@@ -112,21 +112,21 @@ def _normalise(norm: Any, x: Tensor, relu: bool, residual: Tensor | None, moment
 
 @cache
 def _compiled_normaliser(kind: Any, options: str, shape: torch.Size) -> Callable[..., Any]:
-    """``kind.normaliser`` by ``torch.compile``: its arithmetic on small tensors would be some eighty launches a layer.
+    """``kind.normaliser`` under ``torch.compile``: in eager mode its small tensors take about eighty launches per layer.
 
-    Layers with the same options and input share a function. Each function has code of its own, because ``torch.compile`` leaves
-    a code object uncompiled after eight variants.
+    Layers with the same options and input shape share a function. Each function has its own code object, because
+    ``torch.compile`` stops compiling a code object after eight variants.
     """
     plain = kind.normaliser
     own = FunctionType(
         plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
     )
-    # Switchable norm's softmax of three weights: the compiler would warn that it is too small to be fused.
+    # torch.compile would warn that switchable norm's softmax of three weights is too small to be fused.
     compiled = torch.compile(own, dynamic=False, options={"online_softmax": False})
 
     def call(*given: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the compiler's advice, which is not for the user of a norm
+            warnings.simplefilter("ignore")  # the compiler's advice does not concern the user of a norm
             return compiled(*given)
 
     return call
@@ -145,7 +145,7 @@ def _eval_act(norm: nn.BatchNorm2d | PlannedNorm, x: Tensor, relu: bool, residua
 
 
 class Convolved(NamedTuple):
-    """What :func:`conv_moments` returns."""
+    """The result of :func:`conv_moments`."""
 
     out: Tensor
     x: Tensor  # the input, for the shortcut: the convolution adds the shortcut's gradient to its own in the same pass
@@ -162,14 +162,14 @@ def conv_norm(pair: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def conv_moments(conv: nn.Module, x: Tensor, norm: nn.Module) -> Convolved:
-    """A convolution followed by ``norm``, with the moments that :func:`norm_act` takes, if both can."""
+    """The output of a convolution followed by ``norm``, with moments for :func:`norm_act` if both support them."""
     if isinstance(conv, Conv2d):
         return conv.with_moments(x, moments=_takes_moments(norm))
     return Convolved(conv(x), x, None)
 
 
 def _takes_moments(norm: nn.Module) -> bool:
-    """Whether the norm needs the moments of its input, in the mode it is in."""
+    """Whether the norm, in its current mode, needs the moments of its input."""
     if norm.training:
         return isinstance(norm, _FUSABLE) or hasattr(norm, "normaliser")
     return hasattr(norm, "normaliser") and not getattr(norm, "is_batch_norm_in_eval", False)
@@ -178,7 +178,7 @@ def _takes_moments(norm: nn.Module) -> bool:
 class Conv2d(nn.Conv2d):
     """``nn.Conv2d`` with kernels for few channels on a GPU, in bf16, fp16 or tf32.
 
-    cuDNN's tiles are made for many channels: with the 16 to 64 of a CIFAR network it takes two to four times as long.
+    cuDNN's tiles are made for many channels: with the 16 to 64 channels of a CIFAR network it takes two to four times as long.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class Conv2d(nn.Conv2d):
         return super().forward(x) if kernels is None else self._launch(kernels, x, False).out
 
     def with_moments(self, x: Tensor, *, moments: bool = True) -> Convolved:
-        """The convolution and the moments of its output, if they are wanted and the kernels have them."""
+        """The convolution, with the moments of its output if they are wanted and the kernels compute them."""
         kernels = self.kernels_for(x)
         if kernels is None or _hooked(self):
             return Convolved(self(x), x, None)
@@ -197,10 +197,10 @@ class Conv2d(nn.Conv2d):
         if x.dtype == weight.dtype or not x.requires_grad:  # the kernel converts images as it reads them
             return Convolved(*kernels.convolve(x, weight, self.stride[0], moments))
         out, _, found = kernels.convolve(x.to(weight.dtype), weight, self.stride[0], moments)
-        return Convolved(out, x, found)  # the shortcut takes the input itself, not its rounded copy
+        return Convolved(out, x, found)  # the shortcut uses the input itself, not its rounded copy
 
     def kernels_for(self, x: Tensor) -> Any:
-        """The module of kernels, if they support this convolution. Its import imports Triton."""
+        """The kernels' module, if they support this convolution. Importing it imports Triton."""
         if not (isinstance(x, Tensor) and x.is_cuda and TRITON and self.suits(x)):
             return None
         if torch.compiler.is_compiling() or under_transform():
@@ -232,7 +232,7 @@ class Conv2d(nn.Conv2d):
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether calling the module would run hooks, or a forward of its own: then it must be called."""
+    """Whether calling the module would run hooks or an overridden forward, so that it must be called."""
     return isinstance(module, ForeignNorm) or bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     ) or global_hooks()  # fmt: skip

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class CapturedFunction:
-    """Calls ``function(*tensors)`` a few times eagerly, then captures it as a CUDA graph and replays that.
+    """Calls ``function(*tensors)`` a few times eagerly, then captures it as a CUDA graph and replays the graph.
 
-    The function must not wait for the device, must take tensors of the same shapes each time, and returns nothing: it leaves
-    its results in tensors of its own. The eager calls have the same effect as the replayed ones.
+    The function must not wait for the device, must take tensors of the same shapes each time, and returns nothing: it writes its
+    results to its own tensors. The eager calls have the same effect as the replayed ones.
     """
 
     EAGER_CALLS = 3
@@ -29,7 +29,7 @@ class CapturedFunction:
         self._calls += 1
         if self._calls == 1:
             self._inputs = [given.clone() for given in inputs]
-        # Eager calls read them too: Triton compiles for the alignment of a kernel's arguments, and cannot while capturing.
+        # Eager calls use these inputs too: Triton compiles for the alignment of arguments, which it cannot do while capturing.
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         if self._calls <= self.EAGER_CALLS:
@@ -43,8 +43,8 @@ class CapturedFunction:
     def _capture(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # On the caller's own stream: cuDNN and cuBLAS keep a workspace for each stream, and graphs captured on a common one
-        # would share it when they are replayed in parallel.
+        # On the caller's stream: cuDNN and cuBLAS keep a workspace per stream, so graphs captured on a common stream would share
+        # it when they are replayed in parallel.
         stream = torch.cuda.current_stream()
         own = None if stream == torch.cuda.default_stream() else stream
         # Calls of other threads do not disturb the capture.
@@ -54,7 +54,7 @@ class CapturedFunction:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: an old graph or event that is destroyed during a capture makes the capture fail."""
+    """Disable garbage collection: destroying an old graph or event during a capture makes the capture fail."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""The native backend: task-balanced batch norm on a CPU as one C call each way.
+"""The native backend: task-balanced batch norm on a CPU, with one C call for forward and one for backward.
 
-In tensor operations the norm takes about fifty calls, batch norm two; at small sizes the number of calls is the time. The C
-library is built with the package (``building.py``). Without it the eager backend is used, and :func:`status` says why.
+In tensor operations the norm takes about fifty calls, batch norm two; at small sizes the number of calls determines the time. The
+C library is built with the package (``building.py``). Without it the eager backend is used, and :func:`status` says why.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def status() -> str:
 
 
 def diagnosis() -> str:
-    """:func:`status` for ``tbbn doctor``: what a missing kernel costs, and how to get it, as well."""
+    """:func:`status` for ``tbbn doctor``: also says what a missing kernel costs and how to get it."""
     return "; ".join([status(), *([] if library() else [loading.COST]), *([_remedy] if _remedy else [])])
 
 
 def library() -> ctypes.CDLL | None:
-    """The C kernel; loaded at the first call, once in a process, whether that succeeds or not."""
+    """The C kernel, or None. Loading is tried once in a process, at the first call."""
     global _kernels, _status, _remedy
     if _status is None:
         with _lock:
@@ -64,7 +64,7 @@ def supports(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
     weight: Tensor | None, bias: Tensor | None, plan: Plan | None,
 ) -> bool:  # fmt: skip
-    """Dense CPU tensors with memory of their own, of any type but float64."""
+    """Whether the inputs are dense CPU tensors with their own storage, of any type but float64."""
     if plan is None or not (x.dtype in _DTYPES and x.is_cpu and type(x) in _PLAIN and x.dim() > 1 and x.numel() > 0):
         return False
     channels = x.size(1)
@@ -129,7 +129,7 @@ class _SparsePlan:
 
     def __init__(self, plan: Plan) -> None:
         self._kept: list[Tensor] = []
-        # Rows of the plan sum to one; in float32 only nearly, which a mean of 1e4 would show.
+        # Rows of the plan sum to one, but only approximately in float32, which would show for a mean of 1e4.
         plan = plan.to(torch.device("cpu"), torch.float64)
         gather, scatter = (m / m.sum(1, keepdim=True) for m in (plan.gather, plan.scatter))
         groups = torch.cat([gather.t(), scatter], 1).tolist()
@@ -154,7 +154,7 @@ class _SparsePlan:
         return _no_sparse_plan, ()
 
     def statistics(self, channels: int) -> Tensor:
-        """Memory for what a forward keeps. ``empty_like`` of a pattern is the fastest way to make a tensor."""
+        """Memory for what a forward saves. ``empty_like`` of a template is the fastest way to make a tensor."""
         pattern = self._saved.get(channels)
         if pattern is None:
             size = 1 + 2 * self._struct.groups, channels
@@ -172,7 +172,7 @@ class _SparsePlan:
 
 
 def _in_common(m: Tensor) -> tuple[Tensor, Tensor]:
-    """What all rows of ``m`` have in common (1, B), and the rest of each: memory rows are summed once for all splits."""
+    """The part common to all rows of ``m`` (1, B), and the rest of each row, so that memory rows are summed only once."""
     shared = m.amin(0, keepdim=True)
     rest = m - shared
     return shared, rest.where(rest > 1e-12, 0.0)
@@ -186,7 +186,7 @@ def _sparse_plan(plan: Plan) -> _SparsePlan:
 
 
 def _no_sparse_plan() -> None:
-    """A copy of a plan starts without one and makes its own: addresses cannot be copied."""
+    """None, for copies of a plan: addresses cannot be copied, so a copy makes its own."""
 
 
 # -- Autograd -----------------------------------------------------------------------------------------------------------

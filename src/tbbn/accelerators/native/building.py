@@ -1,7 +1,6 @@
-"""Compiles the C kernel into one library for the architecture: ``hatch_build.py`` calls this, never the layer itself.
+"""Compiles the C kernel into one library for the architecture. ``hatch_build.py`` calls this; the layer never does.
 
-``python building.py`` builds in place, beside this file. Only the standard library is imported, since a build environment has no
-torch.
+``python building.py`` builds in place, beside this file. It imports only the standard library: a build environment has no torch.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ _TIMEOUT = 300  # seconds
 
 
 class CannotBuild(Exception):
-    """Why there is no library, in words for a user."""
+    """The library cannot be built. The message says why."""
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash of the sources and flags. The library carries it, so a stale one is recognised."""
+    """Hash of the sources and flags. It is compiled into the library, so that a stale one is recognised."""
     parts = [*((folder / name).read_bytes() for name in SOURCES), repr((FLAGS, LEVELS)).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
 def is_current(library: bytes, folder: Path) -> bool:
-    """Whether a library was built from the sources in ``folder``. It need not be loaded for this."""
+    """Whether a library was built from the sources in ``folder``, found out without loading it."""
     return f"tbbn kernel from {fingerprint(folder)} ".encode() in library
 
 
@@ -65,7 +64,7 @@ def build(sources: Path, target: Path) -> Path:
 
 
 def build_in_place(folder: Path) -> bool:
-    """Build beside the sources; False where the library is current. A failure is noted there and raised."""
+    """Build beside the sources; False if the library is current. A failure is written to :data:`NOTE` and raised."""
     library, note = folder / LIBRARY, folder / NOTE
     if library.exists() and is_current(library.read_bytes(), folder):
         return False
@@ -79,7 +78,7 @@ def build_in_place(folder: Path) -> bool:
 
 
 def _install(made: Path, target: Path) -> Path:
-    """Copy under another name, then rename: a reader finds a whole library, whoever else builds."""
+    """Copy under another name, then rename, so that readers find a whole library even if several processes build."""
     with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".so", delete=False) as file:
         file.write(made.read_bytes())
         file.flush()

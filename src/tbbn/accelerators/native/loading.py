@@ -20,7 +20,7 @@ COST = "without it the layer takes 2 to 2.5 times as long on a CPU"
 
 
 class CannotLoad(Exception):
-    """Why the C kernel is not used, and what the user can do about it."""
+    """The C kernel cannot be used: the reason, and what the user can do about it."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
@@ -28,7 +28,7 @@ class CannotLoad(Exception):
 
 
 def load(folder: Path = building.FOLDER) -> tuple[ctypes.CDLL, str]:
-    """The library, and how it was built and runs; raises :class:`CannotLoad`."""
+    """The library, and a description of how it was built and runs; raises :class:`CannotLoad`."""
     level = _wanted_level()
     path = folder / building.LIBRARY
     _check(path)
@@ -52,12 +52,12 @@ def _wanted_level() -> str | None:
     if wanted == "0":
         raise CannotLoad("switched off by TBBN_NATIVE=0")
     if wanted != "1" and wanted not in NAMES:
-        raise CannotLoad(f"TBBN_NATIVE={wanted} means nothing; set 0, 1, {', '.join(NAMES)}")
+        raise CannotLoad(f"TBBN_NATIVE must be 0, 1, {', '.join(NAMES)}, got {wanted!r}")
     return None if wanted == "1" else wanted
 
 
 def _check(path: Path) -> None:
-    """Refuse a library that is missing, cut short (to touch its missing pages is fatal) or built from other sources."""
+    """Refuse a library that is missing, truncated (reading its missing pages would crash) or built from other sources."""
     if not sys.platform.startswith("linux"):
         raise CannotLoad(f"the C kernel is for Linux, and this is {sys.platform}")
     try:
@@ -97,9 +97,9 @@ def is_whole(data: bytes) -> bool:
 
 
 def _share_threads(library: ctypes.CDLL) -> str:
-    """Hand over the OpenMP functions that torch itself calls: a second OpenMP library's threads would compete with torch's.
+    """Give the library the OpenMP functions that torch calls: threads of a second OpenMP library would compete with torch's.
 
-    They are looked up as the linker did for torch: among all that is global, then in torch's own dependencies.
+    They are looked up as the linker did for torch: among all global symbols, then in torch's own dependencies.
     """
     names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
     for scope in (None, binary):

@@ -1,8 +1,8 @@
 """The norm in code that ``torch.compile`` compiles for a GPU.
 
-The compiler makes the passes over the activations, and fuses them with what stands before and after. Between them stands the
-plan. In tensor operations it would be five small kernels; here it is one launch of the Triton backend's own kernel, in forward
-and in backward.
+The compiler generates the passes over the activations and fuses them with the operations around the norm. Between the passes the
+plan is evaluated: five small kernels as tensor operations; here one launch of the Triton backend's kernel, in forward and in
+backward.
 
 Importing this module imports Triton; import it only for CUDA tensors.
 """
@@ -20,8 +20,8 @@ from tbbn.accelerators.triton.norm_tiles import MOST_PARTS, Tiles, tiles_for
 from tbbn.nn.functional import reference, update_running
 from tbbn.nn.plan import Plan
 
-_SUMS = 2**16  # wanted of a pass
-_GROUPS = 16  # of a tile, where the number of groups is not known when the code is compiled
+_SUMS = 2**16  # the least number of sums in a pass, if parts can provide it
+_GROUPS = 16  # groups of a tile if their number is unknown at compile time
 
 
 def supports(
@@ -50,7 +50,7 @@ def _norm(
     gather: Tensor, scatter: Tensor, share: Tensor, sizes: Tensor, anchor: Tensor, total_variance: bool,
     momentum: float | Tensor, eps: float, batches: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """:func:`norm` of tensors and numbers only, as a call in a graph needs."""
+    """:func:`norm` with only tensors and numbers as arguments, as a call in a graph requires."""
     if isinstance(x.shape[0], torch.SymInt):  # the kernels' tiles hold all rows: their number must be known
         if batches is not None:
             batches.add_(1)
@@ -76,7 +76,7 @@ class _CompiledNorm(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         given = x.float()
         parts = _in_parts(given)
-        # Relative to its first pixel, both moments of a part take one pass, without cancellation.
+        # Relative to the part's first pixel, one pass gives both moments without cancellation.
         first = parts[..., 0]  # (B, parts, C)
         near = parts - first.unsqueeze(3)
         mean = near.mean(3)
@@ -119,12 +119,12 @@ def _pixels(x: Tensor) -> int:
 
 
 def _to_pixels(values: Tensor, x: Tensor) -> Tensor:
-    """Values per row and channel, for the pixels of ``x``."""
+    """View values per row and channel so that they broadcast over the pixels of ``x``."""
     return values.view(*values.shape, *[1 for _ in x.shape[2:]])
 
 
 def _in_parts(x: Tensor) -> Tensor:
-    """``x`` as (B, parts, C, pixels of a part). With too few sums the compiler would make two kernels of them."""
+    """``x`` as (B, parts, C, pixels of a part). With too few sums the compiler would compute them in two kernels."""
     (rows, channels), pixels, parts = x.shape[:2], _pixels(x), 1
     if not isinstance(pixels, torch.SymInt):
         while parts < MOST_PARTS and rows * channels * parts < _SUMS and pixels % (2 * parts) == 0:
@@ -186,5 +186,5 @@ def _tiles(rows: int, channels: int, groups: int | torch.SymInt) -> Tiles:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """A launch that the compiler puts into its code; the interpreter's kernels are called as they are."""
+    """Launch a kernel in a way that ``torch.compile`` captures; the interpreter's kernels are called directly."""
     (kernel if norm_forward.INTERPRETED else torch.library.wrap_triton(kernel))[grid](*arguments, **options)

@@ -19,7 +19,7 @@ from tbbn.accelerators.triton.norm_tiles import MOST_PARTS
 _TILE = 4096  # output values per program of a convolution
 _STAGES = 3  # pipeline stages of a convolution
 TILES_PER_CHUNK = 8  # tiles of pixels per program that sums weight gradients
-# Warps and pipeline stages of that program, by input channels; measured. More warps would repeat each other's products.
+# Measured warps and pipeline stages of that program, by input channels. More warps would repeat each other's products.
 _SUMS = {16: (1, 3), 32: (2, 2), 64: (4, 3)}
 
 
@@ -35,13 +35,13 @@ def _modern() -> bool:
 
 
 def convolve(x: Tensor, weight: Tensor, stride: int, moments: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The convolution of ``x`` (N, C, H, W) padded by half of the kernel size; ``x`` itself; and moments, if a tile has them.
+    """The convolution of ``x`` (N, C, H, W) padded by half of the kernel size; ``x`` itself; and moments, if tiles allow it.
 
     Computed in the type of the weight; an ``x`` of another type must not require a gradient. Gradients of the returned ``x`` are
     added to its own in the same pass. Moments (2, N, parts, C) are the means and variances of equal parts of every output image.
     """
     assert not x.requires_grad or (x.dtype == weight.dtype and x.shape[1] % 16 == 0)
-    # Outside the autograd function: second derivatives go back to the saved tensors.
+    # Outside the autograd function, so that second derivatives reach the saved tensors.
     return _Convolution.apply(_channels_last(x), _channels_last(weight), stride, moments)
 
 
@@ -65,7 +65,7 @@ class _Convolution(torch.autograd.Function):
         if grad is None:
             return shortcut, None, None, None
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # for second derivatives: torch's own backward has them
+        if torch.is_grad_enabled():  # second derivatives: torch's own backward supports them
             pad = [weight.shape[2] // 2] * 2
             dx, dweight = torch.ops.aten.convolution_backward(
                 grad, x.to(weight.dtype), weight, None, [ctx.stride] * 2, pad, [1, 1], False, [0, 0], 1,
@@ -127,7 +127,7 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Ten
     k_block, n_block = max(16, triton.next_power_of_2(n_in)), _divisor(n_out, 64)
     tile = max(64, 2048 // k_block)
     chunks = triton.cdiv(pixels, TILES_PER_CHUNK * tile)
-    # Three taps share one read of the gradient if three sums fit the registers.
+    # Three taps share one read of the gradient if three sums fit into the registers.
     taps = size if k_block * n_block <= 1024 else 1
     warps, stages = _SUMS[k_block] if n_in % 16 == 0 else (8, 2)  # images are read value by value: many registers
     part = torch.empty((chunks, weight.numel()), dtype=torch.float32, device=x.device)

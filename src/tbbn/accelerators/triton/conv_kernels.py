@@ -46,7 +46,7 @@ def convolve(
         start = step % BLOCKS * K_BLOCK
         down = tap // SIZE - SIZE // 2
         right = tap % SIZE - SIZE // 2
-        if BACK:  # the output pixels whose window has this pixel at the tap
+        if BACK:  # the output pixels whose window has this pixel at this tap
             h = row - down
             c = column - right
         else:

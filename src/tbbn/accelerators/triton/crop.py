@@ -1,6 +1,7 @@
 """Triton kernel: a random resized crop of stored images and its normalisation, in one launch instead of thirty.
 
-The same as :class:`tbbn.bench.data.augment.ResizedCrop` in tensor operations: one interpolation matrix per axis.
+It computes the same as :class:`tbbn.bench.data.augment.ResizedCrop`, which uses tensor operations: one interpolation matrix per
+axis.
 """
 
 # mypy: allow-untyped-defs

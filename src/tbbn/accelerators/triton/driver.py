@@ -1,7 +1,7 @@
-"""Launch a compiled kernel through the CUDA driver, from arguments that lie in memory as the driver reads them.
+"""Launch a compiled kernel through the CUDA driver, with arguments stored in the layout that the driver reads.
 
-Triton's launcher is called with every argument as a Python object, and a norm's kernels have 25 to 50 of them. Here an argument
-that never changes is written down once, and the pointers of a call are written by one ``struct.pack_into``.
+Triton's launcher takes every argument as a Python object, and a norm's kernels have 25 to 50 of them. Here a constant argument is
+stored once, and one ``struct.pack_into`` writes the pointers of a call.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PreparedLaunch:
 
 
 def prepare(compiled: Any, grid: Sequence[int], values: Sequence[Any]) -> PreparedLaunch | None:
-    """A launch of ``compiled`` with these arguments, addresses of pointers in the place of pointers; None: Triton must do it."""
+    """A launch of ``compiled`` with these arguments, pointers given as addresses of pointers; None: Triton must launch it."""
     cuda, facts = library(), getattr(compiled, "metadata", None)
     if cuda is None or facts is None:
         return None

@@ -1,4 +1,4 @@
-"""What all kernel launches share: the device guard and programmatic dependent launch (PDL).
+"""Device guard and programmatic dependent launch (PDL), for all kernel launches.
 
 With PDL (compute capability 9.0 and above) the blocks of a small kernel are scheduled while the kernel before it still runs, and
 wait there. Kernels of a few microseconds then follow each other without a launch gap. ``TBBN_PDL=0`` in the environment turns
@@ -34,8 +34,8 @@ except ImportError:  # an older Triton
 def dependent_launch(PDL: tl.constexpr):
     """Programmatic dependent launch: wait for earlier writes, then release the next kernel.
 
-    Every kernel calls it first: nothing may be read or written before. The kernel after the next waits for the next one, and so
-    for this one too.
+    Every kernel calls it before any read or write. The kernel after the next waits for the next one, and therefore for this one
+    too.
     """
     if PDL:
         gdc_wait()

@@ -1,9 +1,9 @@
 """The Triton backend: task-balanced batch norm on CUDA, with the ReLU and the residual of a residual network.
 
-Forward is three launches: row moments, the plan, the affine pass with what follows it. If one tile holds all rows and pixels of a
-channel, it is one launch that reads the input once. Backward has the same structure. There are no atomics and no host syncs: the
-same input gives the same bits, and a CUDA graph can capture every launch. No program waits for another program of its launch, so
-runs on several streams can share a GPU.
+Forward is three launches: row moments, the plan, the affine pass with ReLU and residual. If one tile holds all rows and pixels of
+a channel, forward is one launch that reads the input once. Backward has the same structure. There are no atomics and no host
+syncs: the same input gives the same bits, and a CUDA graph can capture every launch. No program waits for another program of its
+launch, so runs on several streams can share a GPU.
 
 Importing this module imports Triton; import it only for CUDA tensors.
 """
@@ -148,7 +148,7 @@ class _TritonNorm(torch.autograd.Function):
 
 
 def _output(x: Tensor, table: Tensor) -> Tensor:
-    """The norm's output from the factors and offsets of its affine pass."""
+    """Recompute the norm's output from the factors and offsets of its affine pass."""
     rows = x.reshape(*x.shape[:2], -1).float()
     factor, offset = table.unsqueeze(3).unbind()
     return ((rows - rows[:1, :, :1]) * factor + offset).view(x.shape)

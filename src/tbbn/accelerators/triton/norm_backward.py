@@ -3,7 +3,7 @@
 All arithmetic is float32 and relative to the mean of the channel's first group (the centre).
 
 A ReLU after the norm stops the gradient where its output ``y`` is zero. With TABLE, ``y`` points to the factors and offsets of
-the forward's affine pass instead (2, B, C), from which the sign is computed again: that reads less than the output.
+the forward's affine pass instead (2, B, C), from which the sign is recomputed: this reads less memory than the output.
 """
 
 # mypy: allow-untyped-defs
@@ -53,7 +53,7 @@ def _load_rows(
     g, x, y, dresidual, centre, factor, offset, pivot, offsets, mask,
     RELU: tl.constexpr, TABLE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_load_tile`, where TABLE computes the output again, for its sign, instead of reading it."""
+    """:func:`_load_tile`; with TABLE, the sign of the output is recomputed instead of read."""
     if TABLE:
         value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -68,7 +68,7 @@ def _load_rows(
 def _load_tile(
     g, x, y, dresidual, centre, offsets, mask, RELU: tl.constexpr, RESIDUAL: tl.constexpr
 ):  # fmt: skip
-    """What a backward pass reads of a tile: the upstream gradient (also stored as the residual's) and ``x - centre``."""
+    """A tile's inputs of the backward pass: the upstream gradient (also stored as the residual's) and ``x - centre``."""
     up = _upstream(g, y, offsets, mask, RELU)
     if RESIDUAL:
         tl.store(dresidual + offsets, up, mask=mask)

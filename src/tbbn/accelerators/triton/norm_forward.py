@@ -29,7 +29,7 @@ def tile(row, pixel, channel, B, C, P, sb, sp, sc):
     return offsets, mask
 
 
-# Among axes it ranks equal, Triton before 3.7 assigns threads to the first one first; since 3.7, to the last one.
+# Among axes of equal rank, Triton before 3.7 assigns threads to the first one first; since 3.7, to the last one.
 ROWS_FIRST = tl.constexpr(tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < (3, 7))
 
 
@@ -69,7 +69,7 @@ def to_pixels(t):
 
 @triton.jit
 def reverse_tile(ROWS: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    """A program's rows, pixels and channels, in reverse order: the tail is likely still in L2."""
+    """A program's rows, pixels and channels, in reverse order because the tail is probably still in L2."""
     channel = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHANNELS + tl.arange(0, CHANNELS)
     pixel = (tl.num_programs(1) - 1 - tl.program_id(1)) * PIXELS + tl.arange(0, PIXELS)
     row = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS + tl.arange(0, ROWS)
@@ -138,7 +138,7 @@ def _forward_plan(
     BATCH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """From row moments (BATCH, CHANNELS) to each row's factor and offset. Stores group statistics, updates running ones."""
+    """Each row's factor and offset from row moments (BATCH, CHANNELS). Stores group and updates running statistics."""
     inside = channel < C
     gain = gain_of(weight, channel, inside, CHANNELS, WEIGHT)
     factor = tl.zeros((BATCH, CHANNELS), tl.float32)
@@ -222,7 +222,7 @@ def whole_forward(
 def merged_parts(
     part_mean, part_var, at, there, C, BATCH: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Mean and variance (BATCH, CHANNELS) of rows from those of their equal PARTS; ``at`` are the places of the first ones."""
+    """Mean and variance (BATCH, CHANNELS) of rows from those of their equal PARTS; ``at`` are the offsets of the first parts."""
     m = tl.zeros((BATCH, CHANNELS), tl.float32)
     for part in tl.static_range(PARTS):
         m += tl.load(part_mean + at + part * C, mask=there, other=0.0)
@@ -245,7 +245,7 @@ def plan_forward(
     WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RUNNING: tl.constexpr, TOTAL: tl.constexpr, ON_DEVICE: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Only the plan, once per channel instead of once per tile. Reads the moments of equal PARTS of each row."""
+    """The plan alone, once per channel instead of once per tile. Reads the moments of equal PARTS of each row."""
     dependent_launch(PDL)
     row = tl.arange(0, BATCH)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)

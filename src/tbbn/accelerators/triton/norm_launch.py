@@ -36,7 +36,7 @@ def strided_like(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _vector(parameter: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel's argument for a parameter; for None, some tensor that the kernel will not read."""
+    """A parameter as a kernel argument; for None, some tensor that the kernel will not read."""
     return other if parameter is None else parameter.contiguous()
 
 
@@ -44,9 +44,9 @@ def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor, eps: float,
     running: Running | None = None, relu: bool = False, residual: Tensor | None = None, moments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output; means and variances (2, r, C) of the groups; and what the backward takes the sign of the output from.
+    """Output; means and variances (2, r, C) of the groups; and the tensor from which backward gets the output's sign.
 
-    ``moments`` (2, rows, parts, channels) are used if known.
+    ``moments`` (2, rows, parts, channels) are used if given.
     """
     groups = gather.shape[0]
     x, geometry = geometry_of(x, groups)
@@ -147,8 +147,8 @@ def backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, gather: Tensor, scatter: Tensor,
     stats: Tensor, eps: float, y: Tensor | None = None, residual: bool = False, table: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Gradients of input, weight, bias and residual. ``y`` is the output after a ReLU or, as a ``table``, what
-    :func:`forward` gives for it."""
+    """Gradients of input, weight, bias and residual. ``y`` is the output after a ReLU or, with ``table``, the last result of
+    :func:`forward`."""
     x, geometry = geometry_of(x, gather.shape[0])
     tiles = geometry.tiles
     grad = strided_like(grad, x)
@@ -216,10 +216,10 @@ def _backward(
 
 
 def work_for(tables: int, geometry: Geometry, parts: int, out: Tensor, like: Tensor) -> Tensor:
-    """Memory for ``tables`` of values per row and channel, and behind them for two of sums over parts of rows.
+    """Scratch buffer for ``tables`` tables of values per row and channel, followed by two tables of sums over parts of rows.
 
-    Sums need none of their own where there is one part, or where the memory of ``out`` will do, which is written later. Where
-    that is small, more scratch would add much to the peak memory.
+    The sums need no memory of their own if there is one part, or if they go into ``out``, which is written later. They do unless
+    ``out`` is too small or so large that separate scratch hardly adds to the peak memory.
     """
     _, _, rows, channels, _, _ = geometry
     taken = 8 * rows * parts * channels
@@ -228,7 +228,7 @@ def work_for(tables: int, geometry: Geometry, parts: int, out: Tensor, like: Ten
 
 
 def part_sums(tables: int, work: Tensor, parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the two sums over parts of rows go: see :func:`work_for`."""
+    """The buffers of the two sums over parts of rows: see :func:`work_for`."""
     if parts == 1:
         return work[0], work[1]
     _, rows, channels = work.shape

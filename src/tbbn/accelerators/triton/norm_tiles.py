@@ -1,4 +1,4 @@
-"""How the norm's kernels divide a batch: tile shapes, strides, and what is looked up for an input of known shape."""
+"""How the norm's kernels divide a batch: tile shapes and strides, cached by the shape of the input."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Of the kernels that evaluate the plan; at most 64 elements per thread of a whole tile."""
+        """Warps of the kernels that evaluate the plan; at most 64 elements per thread of a whole tile."""
         plan = self.batch * self.groups * self.block
         if self.whole:
             return max(4, min(16, max(plan // 1024, min(8, self.apply.size // 1024))))
@@ -92,7 +92,7 @@ def tiles_for(rows: int, channels: int, pixels: int, groups: int, last: bool, si
 
 
 def _groups(groups: int, batch: int, block: int) -> int:
-    # At least two: for tiles with extent one in two directions some compilers generate code that spills everything.
+    # At least two: for tiles with extent one along two axes some compilers generate code that spills all registers.
     return max(2, min(_power(groups), 8192 // (batch * block)))
 
 
@@ -117,14 +117,14 @@ def _strides(shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int]
 
 
 class Geometry(NamedTuple):
-    """What the shape of an input says about its launches."""
+    """The launch parameters that follow from the shape of an input."""
 
     strides: tuple[int, int, int]  # of row, pixel and channel
     tiles: Tiles
     rows: int
     channels: int
     pixels: int
-    number: int  # tells geometries apart: a short key of recorded launches
+    number: int  # unique; a short key for recorded launches
 
 
 _geometries: dict[tuple[Any, ...], Geometry] = {}
@@ -133,7 +133,7 @@ _MOST = 4096  # geometries kept
 
 
 def geometry_of(x: Tensor, groups: int, limit: int | None = None) -> tuple[Tensor, Geometry]:
-    """The geometry of ``x``, looked up; with ``x`` itself, made contiguous if the kernels cannot take its strides.
+    """``x``, made contiguous if the kernels do not support its strides, and its cached geometry.
 
     ``limit`` replaces ``WHOLE_LIMIT``; with 0 no tile is whole.
     """

@@ -1,4 +1,4 @@
-"""The norms of the comparison with the passes of task-balanced batch norm: three launches forward, three backward.
+"""The norms of the comparison in three launches forward and three backward, with the passes of task-balanced batch norm.
 
 Importing this module imports Triton; import it only for CUDA tensors.
 """
@@ -25,9 +25,9 @@ Form = Groups | Mixture | Renorm | ByTask
 
 
 def supports(x: Tensor, norm: Any, form: Form) -> bool:
-    """Whether the kernels take this norm in its mode, which in eval mode must not need a gradient.
+    """Whether the kernels support this norm in its current mode; in eval mode, only without a gradient.
 
-    In training one program holds all moments of the batch. It sums halves with halves: channels must be a power of two.
+    In training one program holds all moments of the batch. It sums by halving, so channels must be a power of two.
     """
     rows, channels = x.shape[:2]
     if channels & (channels - 1) or rows * channels == 0:
@@ -55,7 +55,7 @@ def normalise(norm: Any, form: Form, x: Tensor, relu: bool, residual: Tensor | N
         moments = None
     running = None
     tracks = not isinstance(form, Groups) or form.then_batch
-    # As in torch: in eval mode running statistics are used wherever they exist.
+    # As in torch, eval mode uses the running statistics if they exist.
     if tracks and norm.running_mean is not None and (norm.track_running_stats or not norm.training):
         running = _Statistics(norm.running_mean, norm.running_var, norm.momentum, norm.num_batches_tracked)
     logits = (None, None)
@@ -160,7 +160,7 @@ class _Normalised(torch.autograd.Function):
 
 
 def _given(other: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """Arguments of a kernel; for None, some tensor that the kernel will not touch."""
+    """Tensors as kernel arguments; for None, some tensor that the kernel will not touch."""
     return [other if t is None else t for t in tensors]
 
 
@@ -173,7 +173,7 @@ def _limits(form: Form) -> tuple[float, float]:
 
 
 def _instance(form: Form, pixels: int) -> float:
-    """What a mixture multiplies the variances of rows by; the unbiased variance of one value is not a number."""
+    """The factor of the rows' variances in a mixture. For a single value the unbiased variance is NaN."""
     if not isinstance(form, Mixture) or not form.unbiased:
         return 1.0
     return pixels / (pixels - 1) if pixels > 1 else nan
@@ -190,12 +190,12 @@ def _task_gradients(form: Form, dpenalty: Tensor | None, other: Tensor) -> tuple
     """The arguments ``member`` to ``strength`` of the backward kernel."""
     if not isinstance(form, ByTask):
         return other, 0, 0, other, 0.0
-    strength = 0.0 if dpenalty is None else form.strength  # then the kernel multiplies any number by zero
+    strength = 0.0 if dpenalty is None else form.strength  # 0: the value passed for dpenalty does not matter
     return form.member, form.member.shape[1], form.max_tasks, _given(other, dpenalty)[0], strength
 
 
 def _power(form: Form, every: bool = False) -> int:
-    """The power of two that holds the tasks of the batch, or every task the norm can tell apart; 0 for other norms."""
+    """The power of two that holds the tasks of the batch or, with ``every``, the norm's ``max_tasks``; 0 for other norms."""
     if not isinstance(form, ByTask):
         return 0
     return 1 << ((form.max_tasks if every else form.member.shape[1]) - 1).bit_length()
@@ -209,5 +209,5 @@ def _flags(form: Form) -> tuple[bool, bool, bool, bool]:
 
 
 def _warps(values: int) -> int:
-    """Eight values of each table per thread."""
+    """The number of warps for eight values of each table per thread."""
     return max(1, min(16, values // 256))

@@ -1,6 +1,6 @@
-"""Kernels for the small arithmetic of the norms in ``tbbn.nn.comparison``, from moments to the numbers of the affine pass.
+"""Kernels for the small arithmetic of the norms in ``tbbn.nn.comparison``: from moments to the parameters of the affine pass.
 
-They stand where ``plan_forward`` and ``plan_backward`` stand for task-balanced batch norm. A batch has few moments, one mean and
+They play the role of ``plan_forward`` and ``plan_backward`` in task-balanced batch norm. A batch has few moments, one mean and
 variance per row and channel, so a single program holds them all and can sum over the channels of a group and over the rows.
 
 Every norm here is ``y = ((x - center) * inverse + shift) * weight + bias``:
@@ -10,7 +10,8 @@ Every norm here is ``y = ((x - center) * inverse + shift) * weight + bias``:
 - RENORM: the batch's moments, corrected towards the running ones by factors without a gradient;
 - TASKS: the batch's moments, weighted by the task of each row; their distance from the running ones is a second result.
 
-BATCH rows and C channels are powers of two, of which B rows exist; ``P`` is the number of pixels. All arithmetic is float32.
+BATCH (rows of a tile) and C (channels) are powers of two; B of the rows exist. ``P`` is the number of pixels. All arithmetic is
+float32.
 """
 
 # mypy: allow-untyped-defs
@@ -71,7 +72,7 @@ def _store_softmax_gradient(out, a, b, c, da, db, dc):
 
 @triton.jit
 def _task_weights(member, logits, row, n_tasks, B, TASKS: tl.constexpr):
-    """The weight of each row (BATCH,), and what it is made of: memberships, shares and concentrations of the tasks."""
+    """The weight of each row (BATCH,), and the memberships, shares and concentrations of the tasks that it is made of."""
     task = tl.arange(0, TASKS)
     known = task < n_tasks
     inside = (row < B)[:, None] & known[None, :]
@@ -79,7 +80,7 @@ def _task_weights(member, logits, row, n_tasks, B, TASKS: tl.constexpr):
     counts = tl.sum(belongs, 0)
     prior = tl.where(known, tl.exp(tl.load(logits + task, mask=known, other=0.0).to(tl.float32)), 0.0)
     total = tl.sum(prior + counts, 0)
-    per_row = tl.where(counts > 0, 1 / (total * tl.maximum(counts, 1e-30)), 0.0)  # of a concentration
+    per_row = tl.where(counts > 0, 1 / (total * tl.maximum(counts, 1e-30)), 0.0)  # a concentration's share per row
     share = (prior + counts) * per_row
     return tl.sum(belongs * share[None, :], 1), belongs, share, per_row, prior, total
 
@@ -114,7 +115,7 @@ def forward(
 
     ``instance`` multiplies the variances of rows in a mixture. ``kept`` (2, C) holds a renorm's inverse and shift, or the running
     statistics that a penalty compares with. The logits of tasks are in ``mean_logits``. With FIXED, for groups and mixtures in
-    eval mode, the running statistics replace those of the batch, nothing else is stored, and a program has BATCH rows of its own.
+    eval mode, the running statistics replace those of the batch, nothing else is stored, and each program has its own BATCH rows.
     """
     dependent_launch(PDL)
     row, channel = tl.program_id(0) * BATCH + tl.arange(0, BATCH), tl.arange(0, C)
@@ -122,7 +123,7 @@ def forward(
     at = row[:, None] * C + channel[None, :]
     part = row[:, None] * (PARTS * C) + channel[None, :]
     pivot = tl.load(x + channel * sc).to(tl.float32)
-    # What is replaced below is read here: several threads hold the same channel, and a barrier must lie in between.
+    # Read here what is overwritten below: several threads hold the same channel, and a barrier must lie in between.
     if RUNNING:
         old_mean = tl.load(running_mean + channel).to(tl.float32)
         old_var = tl.load(running_var + channel).to(tl.float32)
@@ -136,7 +137,7 @@ def forward(
         tl.store(mean + at, m, mask=there)
         tl.store(var + at, v, mask=there)
 
-    n = tl.full((), 1.0, tl.float32) * B * P  # a tensor, also where B is a constant
+    n = tl.full((), 1.0, tl.float32) * B * P  # a tensor, even if B is a constant
     shift = tl.zeros((C,), tl.float32)
     if RENORM:
         batch_mean, batch_var = _over_batch(m, v, there, B)
@@ -318,7 +319,7 @@ def backward(
         if THEN_BATCH:
             batch_mean, batch_var = _over_batch(h_mean, h_var, there, B)
             again = tl.rsqrt(batch_var + eps)
-            total_gh = again * (total_gh - batch_mean * total_g)  # of what batch norm returns
+            total_gh = again * (total_gh - batch_mean * total_g)  # for the output of batch norm
             a *= again
             c = -a * again * total_gh / (B * P)
             b = -a * total_g / (B * P) - c * batch_mean

@@ -1,9 +1,9 @@
 """Launch compiled kernels again without Triton's Python launch path.
 
-``kernel[grid](...)`` binds and inspects every argument. For kernels with 30 of them that is 25 to 60 µs of host time, and a layer
-launches six a step. The next launch with the same shapes differs only in its pointers. So the first launches of a configuration
-go the ordinary way and are recorded; later ones put new pointers into the recorded arguments and call the CUDA driver, or where
-that cannot be done, the compiled kernel.
+``kernel[grid](...)`` binds and inspects every argument. For kernels with 30 arguments that is 25 to 60 µs of host time, and a
+layer launches six per step. A later launch with the same shapes differs only in its pointers. So the first launches of a
+configuration go through Triton and are recorded; later ones put new pointers into the recorded arguments and call the CUDA driver
+or, where that is impossible, the compiled kernel.
 
 Importing this module imports Triton; import it only for CUDA tensors.
 """
@@ -36,20 +36,20 @@ _SLOTS = 64  # different pointers of a call, at most
 
 
 class Launches:
-    """The launches of one call. Tensors among their arguments are ``bases`` of the call, or lie inside one of them."""
+    """The recorded launches of one call. Tensors among their arguments are ``bases`` of the call, or lie inside one of them."""
 
     def __init__(self, bases: Bases) -> None:
         self.places = [(i, t.data_ptr(), t.nbytes) for i, t in enumerate(bases) if t is not None]
         self.bases = len(bases)
         self.complete = not any(start & _MISALIGNED for _, start, _ in self.places)
         self.calls: list[str] = []  # each launches a kernel, as Python source
-        self.names: dict[str, Any] = {}  # what the calls refer to
-        self.slots = (ctypes.c_uint64 * _SLOTS)()  # where the driver reads the pointers of a call
-        self.pointers: list[str] = []  # what goes there, as Python source
+        self.names: dict[str, Any] = {}  # the objects that the calls refer to
+        self.slots = (ctypes.c_uint64 * _SLOTS)()  # the driver reads the pointers of a call from here
+        self.pointers: list[str] = []  # the pointers to write into the slots, as Python source
         self.prepared: list[driver.PreparedLaunch] = []
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """Launch the ordinary way, and record it."""
+        """Launch through Triton, and record the launch."""
         compiled = kernel[grid](*arguments, **options)
         if not self.complete or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self.complete = False
@@ -89,9 +89,9 @@ class Launches:
         return f"a{base} + {offset}" if offset else f"a{base}"
 
     def replay(self) -> Replay:
-        """All launches as one function of the bases and a stream; False, and nothing launched, if a base is misaligned.
+        """All launches as one function of the bases and a stream. It launches nothing and returns False if a base is misaligned.
 
-        It is made of source with every constant in it: filling lists of arguments takes several times as long.
+        The function is generated as source with every constant in it: filling lists of arguments takes several times as long.
         """
         given = [i for i, _, _ in self.places]
         lines = [
@@ -116,7 +116,7 @@ class Launches:
 
 
 def _failed(number: int) -> bool:
-    """If the driver refuses the first launch, nothing has been launched: Triton launches, or says what is wrong."""
+    """Called when the driver refuses a launch: False if it was the first, so that Triton launches or says what is wrong."""
     if number:
         raise RuntimeError("The CUDA driver refused to launch a kernel.")
     return False
@@ -136,7 +136,7 @@ def replayed(key: Hashable, bases: Bases) -> bool:
     """Replay the launches recorded under ``key``, on the current stream; False if there are none or they do not apply.
 
     The key must hold everything that shapes the launches except the addresses of ``bases``: sizes, strides, types, constants,
-    which bases are None, the device. The first base says where to launch.
+    which bases are None, the device. Kernels are launched on the device of the first base.
     """
     replay = _thread.recordings.get(key)
     if replay is None or _is_profiled():
@@ -154,7 +154,7 @@ def record(key: Hashable, launches: Launches) -> None:
 
 
 def _is_profiled() -> bool:
-    """Whether a profiler hooks Triton's launches: it wants to see each of them."""
+    """Whether a profiler hooks Triton's launches, which must then go through Triton."""
     if knobs is None:
         return False
     hook = knobs.runtime.launch_enter_hook

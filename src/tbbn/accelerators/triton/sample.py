@@ -149,5 +149,5 @@ class _Affine(torch.autograd.Function):
 
 
 def _unit_channels(t: Tensor) -> Tensor:
-    """Channels one after another; rows may share their values (stride 0)."""
+    """``t`` with contiguous channels; rows may share their values (stride 0)."""
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()

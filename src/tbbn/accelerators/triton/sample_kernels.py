@@ -1,6 +1,6 @@
-"""Kernels for norms that treat each channel of each sample in its own way: ``(x - center) * scale + shift``.
+"""Kernels for norms with their own ``(x - center) * scale + shift`` for each channel of each sample.
 
-Center, scale and shift have a value per sample and channel; so have the moments they come from. A program works on a block of
+Center, scale and shift have a value per sample and channel, like the moments they come from. A program works on a block of
 channels of one sample, in either memory format.
 """
 
@@ -18,7 +18,7 @@ from tbbn.accelerators.triton.launch import dependent_launch
 def moments(
     X, MEAN, VAR, pixels, channels, x_n, x_c, x_p, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr
 ):
-    """Mean and biased variance of each channel of each sample. The second loop finds the values in the cache."""
+    """Mean and biased variance of each channel of each sample. The second loop reads the values from the cache."""
     dependent_launch(PDL)
     n, c = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     base = X + n.to(tl.int64) * x_n + c[None, :] * x_c
@@ -85,7 +85,7 @@ def affine_back(
     X, Y, GRAD, DX, DRESIDUAL, CENTER, SCALE, DCENTER, DSCALE, DSHIFT, pixels, channels, x_n, x_c, x_p, center_n, scale_n,
     ADD: tl.constexpr, RELU: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of :func:`affine` in one pass. Each sum has one program, so the same input gives the same bits."""
+    """All gradients of :func:`affine` in one pass. One program computes each sum, so the same input gives the same bits."""
     dependent_launch(PDL)
     n, c = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     start_at = n.to(tl.int64) * x_n + c[None, :] * x_c

@@ -1,7 +1,7 @@
 """Augmentation of whole batches: parameters are drawn first, on the CPU, then applied as tensor code on any device.
 
-`draw` gives one row of parameters per image, so an epoch is drawn at once and a captured step only reads them. `apply` is
-a pure function of images and parameters: no random numbers, no loop over images, no data-dependent shapes.
+`draw` returns one row of parameters per image, so that an epoch is drawn at once and a captured step only reads them. `apply`
+is a pure function of images and parameters: no random numbers, no loop over images, no data-dependent shapes.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class ResizedCrop:
         pad, (out_height, out_width) = self.pad((height, width)), self.output_size((height, width))
         top, left, box_height, box_width, flip = parameters.unbind(1)
         upright = torch.zeros_like(flip)
-        if height == width:  # both axes in the same operations: on a GPU each operation costs a launch
+        if height == width:  # process both axes in the same operations: on a GPU each operation costs a launch
             start, length = parameters[:, :2].reshape(-1), parameters[:, 2:4].reshape(-1)
             both = _resize_matrix(start, length, width, out_width, pad, torch.stack([upright, flip], 1).view(-1))
             vertical, horizontal = both.unflatten(0, (n, 2)).unbind(1)

@@ -17,7 +17,7 @@ from tbbn.bench.data.types import Batch
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What all batches of a block share: their layout, and the number of past tasks and of classes."""
+    """Properties common to all batches of a block: their layout, and the number of past tasks and of classes."""
 
     n_current: int
     n_memory: int  # stored rows; each is seen in `views` views
@@ -78,12 +78,12 @@ class BatchMaker:
     def make_batch(self, spec: BatchSpec, index: Tensor, inputs: Sequence[Tensor], rows: Tensor | None = None) -> Batch:
         """Gather, augment and normalise the rows `index` on the device.
 
-        `inputs` are the step's parameters as in `EpochBlock`, followed by the prefetched images if the data is streamed. With
-        `rows`, ascending positions in the batch, only the images of these are made, and only these were prefetched.
+        `inputs` are the step's parameters as in `EpochBlock`, followed by the prefetched images if the data is streamed. `rows`,
+        ascending positions in the batch, restricts the batch's images to these; only these were prefetched.
         """
         mine, n_base = index, spec.base_rows
         if rows is not None:
-            # Without further views nothing waits for the device.
+            # Without extra views there is no host sync.
             mine, n_base = index[rows], int((rows < n_base).sum()) if spec.extra_rows else len(rows)
             drawn = [inputs[0][rows[:n_base]]]
             if spec.extra_rows:

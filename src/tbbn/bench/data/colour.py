@@ -26,7 +26,7 @@ class Brightness:
 
 @dataclass(frozen=True)
 class Greyscale:
-    """Every channel replaced by the luminance, with the given probability. One parameter: whether it is."""
+    """Every channel replaced by the luminance, with the given probability. One parameter: 1 if replaced, else 0."""
 
     probability: float = 0.2
     n_parameters = 1

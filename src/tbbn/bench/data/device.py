@@ -43,7 +43,7 @@ class DeviceDataset:
         return NoPrefetch()
 
     def locate(self, rows: Tensor, prefetched: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """A tensor with the images of `rows`, and their positions in it, or None if it holds just these, in order."""
+        """A tensor with the images of `rows`, and their positions in it; None if it holds only these, in order."""
         return (prefetched[-1], None) if isinstance(self.images, StreamedImages) else (self.images, rows)
 
     def gather(self, rows: Tensor, prefetched: Sequence[Tensor]) -> Tensor:

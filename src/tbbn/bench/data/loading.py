@@ -49,7 +49,7 @@ def load(
 
 
 def members(name: str) -> list[str]:
-    """The data sets of a sequence in order, or of any other name the name itself."""
+    """The data sets of a sequence in order; a list of the name itself if it is no sequence."""
     # The name of a folder may contain a plus sign.
     if name.startswith(("folder:", "packed:")) and Path(name.partition(":")[2]).expanduser().is_dir():
         return [name]
@@ -78,9 +78,9 @@ def _load_one(name: str, arguments: dict[str, Any]) -> Source:
     base, colon, argument = name.partition(":")
     parameter = inspect.signature(DATASETS.get(base)).parameters.get("argument")
     if colon and parameter is None:
-        raise UserError(f"dataset {base!r} takes nothing after a colon, got {name!r}")
+        raise UserError(f"dataset {base!r} takes no argument after a colon, got {name!r}")
     if not argument.strip() and parameter is not None and parameter.default is parameter.empty:
-        raise UserError(f"dataset {base!r} needs more after a colon: {DATASETS.entry(base).description}")
+        raise UserError(f"dataset {base!r} needs an argument after a colon: {DATASETS.entry(base).description}")
     result = DATASETS.make(base, name=name, **arguments, **({"argument": argument} if colon else {}))
     if isinstance(result, Source):
         return result

@@ -55,8 +55,8 @@ def _no_rows() -> Tensor:
 class ExemplarMemory:
     """The rows kept from past tasks, within a budget that is a total or a number per class.
 
-    After a task the engine asks for `candidates`, computes what `scores` names for those rows in one pass, and calls
-    `update`. When the quota shrinks, old classes keep their first rows (`shrink="truncate"`), or every class is
+    After a task the engine asks for `candidates`, computes the quantity named by `scores` for those rows in one pass, and
+    calls `update`. When the quota shrinks, old classes keep their first rows (`shrink="truncate"`), or every class is
     selected again from its stored and new rows ("reselect", as in the paper's code).
     """
 
@@ -87,7 +87,7 @@ class ExemplarMemory:
 
     @property
     def scores(self) -> str | None:
-        """What `update` needs for each candidate: "features", "logits" or None."""
+        """The quantity that `update` needs for each candidate: "features", "logits" or None."""
         return SELECTIONS[self.selection] if self.budget else None
 
     def quota(self, n_seen: int) -> int:

@@ -21,7 +21,7 @@ from tbbn.errors import UserError
 
 
 class Outline(NamedTuple):
-    """A source whose images may have a shape but no pixels; the note says what is an estimate, if anything is."""
+    """A source whose images may have a shape but no pixels. The note says which numbers are estimates, if any."""
 
     source: Source
     note: str = ""
@@ -30,7 +30,7 @@ class Outline(NamedTuple):
 def outline(
     name: str, root: str | Path = "data", *, size: int | None = None, unreadable: str = "fail", split: float = 0.0
 ) -> Outline:
-    """The outline of a data set: files of a folder are counted, of a published set the numbers are known.
+    """The outline of a data set. Files of a folder are counted; the numbers of a published set are known.
 
     Any other data set is loaded, without downloading.
     """

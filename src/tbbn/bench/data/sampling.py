@@ -66,8 +66,8 @@ def epoch_blocks(
 
     Each step takes the next rows of a random permutation of either set. At the end of a permutation fewer rows than the
     set's share of a batch may be left; such a step is short. `last="drop"` leaves out steps in which either set is short,
-    as the paper's code does; "short" keeps them. The epoch is one pass over `length`: "current", "memory", or the "longer"
-    of the two. The other set is cut, or permuted anew for each further pass.
+    as the paper's code does; "short" keeps them. The epoch is one pass over the set that `length` names: "current",
+    "memory", or the "longer" of the two. The other set is cut off, or permuted anew for each further pass.
 
     Without memory, a batch holds batch_size current rows. Fewer current rows than their share make smaller batches;
     fewer memory rows than their share repeat within a batch.
@@ -101,7 +101,7 @@ def online_blocks(
     without: Tensor | None = None,
     generator: torch.Generator,
 ) -> tuple[list[IndexBlock], Reservoir]:
-    """A single pass over `current` and the reservoir after it. Each batch is offered to the reservoir after its step.
+    """A single pass over `current`, and the reservoir after the pass. Each batch is offered to the reservoir after its step.
 
     The content of a reservoir depends on the stream and the generator, never on the network, so the whole pass is
     sampled in advance. A step draws its memory rows without replacement (fewer rows than their share repeat), and none
@@ -110,7 +110,7 @@ def online_blocks(
     """
     n_current, n_memory = batch_layout(batch_size, ratio)
     steps = steps_per_epoch(len(current), 0, batch_size=batch_size, ratio=ratio, last=last, online=True)
-    # On the CPU: on a GPU the host would wait for each of hundreds of tiny operations.
+    # On the CPU, because on a GPU each of hundreds of tiny operations would be a host sync.
     order = current.cpu()[torch.randperm(len(current), generator=generator)]
     before = reservoir.index.cpu()
     state = Reservoir(reservoir.budget, before, reservoir.seen)

@@ -62,10 +62,10 @@ def make_scenario(
 ) -> Scenario:
     """Divide `source` into `n_tasks` tasks of disjoint classes; every image belongs to exactly one task.
 
-    Tasks have equally many classes, or where that is impossible the first ones have one more; with `base_classes`, the
-    first task has these and the others share the rest. `class_order` is "seed" (a permutation by `class_order_seed`),
+    All tasks have the same number of classes; if that is impossible, the first ones have one more. With `base_classes`, the
+    first task has that many and the others share the rest. `class_order` is "seed" (a permutation by `class_order_seed`),
     "natural", "icarl" (the order of iCaRL, for 100 classes), or a list of original ids. In a sequence of data sets each set
-    becomes equally many tasks; classes are permuted within each set, then the tasks are shuffled. A given list of ids, or
+    becomes the same number of tasks; classes are permuted within each set, then the tasks are shuffled. A given list of ids, or
     "icarl", ignores the sets.
 
     `validation` is the fraction of each class's training rows that is held out. The draw depends on `seed` only, not on the
@@ -138,7 +138,7 @@ def _class_order(class_order: str | Sequence[int], n_classes: int, class_order_s
 
 
 def _tasks_of_groups(groups: list[int], n_tasks: int, class_order: str, class_order_seed: int) -> list[list[int]]:
-    """The original classes of each task of a sequence of data sets, which all become equally many tasks."""
+    """The original classes of each task of a sequence of data sets, each of which becomes the same number of tasks."""
     if class_order not in CLASS_ORDERS:
         raise unknown_name("class order", class_order, CLASS_ORDERS)
     names = sorted(set(groups))

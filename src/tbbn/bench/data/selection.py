@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tbbn.errors import unknown_name
 
-# What each strategy reads: "features", "logits", or None if the network need not run.
+# The input of each strategy: "features", "logits", or None if the network need not run.
 SELECTIONS: dict[str, str | None] = {
     "herding": "features",
     "random": None,

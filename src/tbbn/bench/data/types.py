@@ -46,9 +46,9 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a method's loss receives: rows [0, n_current) belong to the current task, the others come from the memory."""
+    """A method's loss receives this. Rows [0, n_current) belong to the current task, the others come from the memory."""
 
-    images: Tensor  # (B, C, H, W), augmented and normalised; where several ranks train, this rank's rows alone
+    images: Tensor  # (B, C, H, W), augmented and normalised; if several ranks train, only this rank's rows
     labels: Tensor  # (B,) int64, arrival order
     index: Tensor  # (B,) int64 rows of source.train
     n_current: int

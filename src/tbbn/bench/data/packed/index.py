@@ -1,8 +1,8 @@
 """A packed set: images decoded once into uint8 shards, which are memory-mapped, and an index of them.
 
-The folder holds `index.json` and the shards `train-00000.u8`, ..., each the bytes of whole images (C, H, W) one after
-the other. The index is written last, so a folder that has one is complete. It names the size and the SHA-256 of every
-shard and carries a checksum of itself. `tbbn.bench.data.packed.writer` writes it.
+The folder holds `index.json` and the shards `train-00000.u8`, ..., each the concatenated bytes of whole images (C, H, W).
+The index is written last, so a folder that has one is complete. It names the size and the SHA-256 of every shard and carries a
+checksum of itself. `tbbn.bench.data.packed.writer` writes it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SCHEMA = 1
 KIND = "tbbn packed images"
 INDEX = "index.json"
 PARTS = ("train", "test")
-_LARGEST = 2**28  # bytes of an index: it has some for each shard, class and unreadable file
+_LARGEST = 2**28  # bytes of an index, which has entries for each shard, class and unreadable file
 
 
 @dataclass(frozen=True, eq=False)
 class PackedImages:
     """The images (N, C, H, W) uint8 of one part of a data set, on disk. Nothing is read until it is asked for.
 
-    A shard is compared with its checksum when this process first uses it: a damaged image is not trained on.
+    A shard is compared with its checksum when this process first uses it, so that no damaged image is trained on.
     """
 
     folder: Path
@@ -75,7 +75,7 @@ class PackedImages:
     def read(self, rows: Tensor, out: Tensor) -> None:
         """Copy the images of `rows` (n,) on the CPU into `out` (n, C, H, W).
 
-        In numpy: torch would start threads of its own in every thread that prefetches.
+        In numpy, because torch would start its own threads in every prefetch thread.
         """
         into, wanted = out.flatten(1).numpy(), rows.numpy()
         shards = self._starts.searchsorted(wanted, "right") - 1
@@ -175,7 +175,7 @@ def index_digest(index: dict[str, Any]) -> str:
 def _mapped(file: Path, n: int, image_bytes: int) -> Tensor:
     if not n:  # all its images were skipped, and an empty file cannot be mapped
         return torch.empty(0, image_bytes, dtype=torch.uint8)
-    # A private map works on read-only files. torch closes the file, so many shards are not many open files.
+    # A private map works on read-only files. torch closes each file, so many shards do not mean many open files.
     return torch.from_file(str(file), shared=False, size=n * image_bytes, dtype=torch.uint8).view(n, image_bytes)
 
 
@@ -200,7 +200,7 @@ def _labels(runs: list[list[int]]) -> Tensor:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What `check_packed` found."""
+    """The result of `check_packed`."""
 
     shards: int
     n_bytes: int
@@ -233,7 +233,7 @@ def check_packed(folder: Path, on_progress: Callable[[int, int], None] | None = 
 
 
 def _size_problem(file: Path, n_bytes: int) -> str | None:
-    """What is wrong with the size of a file. It is checked because reading a map beyond its file's end kills the process."""
+    """The problem with a file's size, or None. Checked because reading a map beyond its file's end kills the process."""
     try:
         size = file.stat().st_size
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Pack a folder of images: what `tbbn data pack` does."""
+"""Pack a folder of images, for `tbbn data pack`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def pack(
 
     If all images have one size, of at most `size` on both sides, they are stored unchanged. Otherwise they are resized
     so that the shorter side is `size`, and cut to the centre square. `classes` is a file that selects and orders
-    classes; `split` divides a folder without test images. Every image is tried once; with `unreadable="fail"` one error
-    names and counts the unreadable ones, with "skip" they are left out.
+    classes; `split` divides a folder without test images. Every image is tried once. With `unreadable="fail"` a single error
+    names the first unreadable image and counts them all; with "skip" they are left out.
     """
     if unreadable not in UNREADABLE:
         raise unknown_name("way to treat unreadable images", unreadable, UNREADABLE)

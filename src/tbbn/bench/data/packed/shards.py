@@ -1,4 +1,4 @@
-"""One shard of a packed set: what it is made from, and how it is written.
+"""One shard of a packed set: its sources, and how it is written.
 
 No torch import here: worker processes start fast.
 """
@@ -25,13 +25,13 @@ class Shard:
     file: str
     images: int
     sha256: str
-    digest: str  # of what it was made from: paths, lengths, modification times, labels and the stored shape
+    digest: str  # of its sources: paths, lengths, modification times, labels and the stored shape
     labels: list[list[int]]  # run lengths, see `run_lengths`
     unreadable: list[list[str]]  # file and reason
 
 
 def run_lengths(labels: Sequence[int]) -> list[list[int]]:
-    """Run-length encoding of labels, as [label, count]: the images of a class mostly follow each other.
+    """Run-length encoding of labels, as [label, count], because the images of a class are mostly consecutive.
 
     >>> run_lengths([0, 0, 2])
     [[0, 2], [2, 1]]

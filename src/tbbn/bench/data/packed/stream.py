@@ -1,7 +1,7 @@
 """Images read from disk during training, for sets that fit neither on the device nor in memory.
 
-All rows of an epoch are known before it starts, so threads read the next batches from the mapped shards while the device
-works on this one. On a GPU a batch is read into pinned memory and copied on a separate stream. The result equals
+All rows of an epoch are known before it starts, so threads prefetch the next batches from the mapped shards while the device
+works on the current one. On a GPU a batch is read into pinned memory and copied on a separate stream. The result equals
 indexing the whole set.
 """
 
@@ -49,7 +49,7 @@ class NoPrefetch:
 
 
 class StreamedImages:
-    """Images (N, C, H, W) uint8 on disk, and the device on which their batches are wanted."""
+    """Images (N, C, H, W) uint8 on disk, and the device for their batches."""
 
     def __init__(self, packed: PackedImages, device: torch.device) -> None:
         self.packed, self.device, self.shape = packed, device, packed.shape

@@ -84,7 +84,7 @@ class Workers:
         return next(((channels, height, width) for width, height in sizes), None)
 
     def _sizes(self, files: Sequence[Path]) -> Iterator[set[tuple[int, int]]]:
-        """The sizes among the first two files, which often settle it, and then among all."""
+        """The sizes among the first two files, which often suffice, and then among all files."""
         yield image_sizes(files[:2])
         pieces = [files[start : start + _FILES_PER_TASK] for start in range(0, len(files), _FILES_PER_TASK)]
         if self.n == 1 or len(pieces) == 1:
@@ -131,7 +131,7 @@ class Workers:
 
 
 class _Count:
-    """What `multiprocessing.Value` is for processes, for threads."""
+    """The counterpart of `multiprocessing.Value` for threads."""
 
     def __init__(self) -> None:
         self.value, self._lock = 0, threading.Lock()

@@ -1,8 +1,8 @@
 """Write a packed set: image files decoded once, in parallel, into shards.
 
-Every shard is written atomically and then gets a receipt, a small JSON file with its checksum and a digest of what it was
-made from. Packing that was killed continues with the shards that have no valid receipt. The index is made from the
-receipts and written last.
+Every shard is written atomically and then gets a receipt, a small JSON file with its checksum and a digest of its sources.
+Packing that was killed continues with the shards that have no valid receipt. The index is made from the receipts and written
+last.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tbbn.bench.files import LOCK, is_leftover, locked, write_atomic
 from tbbn.errors import UserError, printable
 
 CHANNELS = 3
-SHARD_BYTES = (1 << 22, 1 << 28)  # least and most
-_MAX_SHARDS = 256  # where SHARD_BYTES allows; a worker writes one shard at a time, so there must be several for each
+SHARD_BYTES = (1 << 22, 1 << 28)  # minimum and maximum
+_MAX_SHARDS = 256  # if SHARD_BYTES allows it; not fewer, because every worker needs several shards to write
 _STORAGE = "storage.json"
 _OWN_FILES = re.compile(r"(index|storage)\.json|\.lock|(train|test)-\d{5}\.(u8|json)")
 
@@ -93,8 +93,8 @@ def write_packed(
 ) -> PackResult:
     """Bring the packed set in `dest` up to date with the request, decoding only what is missing.
 
-    `overwrite` replaces a set of other images. If another process is packing into `dest`, that is an error, or with
-    `wait` this one waits for it.
+    `overwrite` replaces a set of other images. If another process is packing into `dest`, this is an error; with `wait`,
+    this process waits for it instead.
     """
     _check_folder(dest)
     fingerprints = [_fingerprints(request.listed.folder, listing) for listing in request.listed.listings]
@@ -105,7 +105,7 @@ def write_packed(
         jobs = _jobs(request, dest, storage, fingerprints)
         todo = _unfinished(dest, [job for own in jobs.values() for job in own], overwrite)
         _check_room(dest, todo)
-        # Not earlier: a refused request must not change another set's file.
+        # Written only now, because a refused request must not change another set's file.
         write_atomic(dest / _STORAGE, json.dumps(asdict(storage)).encode())
         n_all, n_todo = request.listed.n_images, sum(len(job.images) for job in todo)
         workers.write(todo, None if on_progress is None else lambda done: on_progress(n_all - n_todo + done, n_all))
@@ -117,8 +117,8 @@ def write_packed(
 def images_per_shard(n: int, image_bytes: int) -> int:
     """Images in a shard of a set of `n`.
 
-    The shard's bytes are a power of two, so adding an image seldom moves all others, and do not depend on the number
-    of workers, so packing may continue with another number.
+    The size of a shard is a power of two, so that adding an image seldom moves all others. It does not depend on the number
+    of workers, so that packing may continue with another number.
     """
     least, most = SHARD_BYTES
     wanted = 1 << (-(-n * image_bytes // _MAX_SHARDS) - 1).bit_length()
@@ -136,11 +136,11 @@ def _check_folder(dest: Path) -> None:
             )
 
 
-# What is to be stored, and how. ----------------------------------------------------------------------------------------
+# What to store, and how. -----------------------------------------------------------------------------------------------
 
 
 def _fingerprints(source: Path, listing: Listing) -> list[bytes]:
-    """For each file its path, length, modification time and label: they tell a changed file without reading it."""
+    """Each file's path, length, modification time and label, which reveal a changed file without reading it."""
     lines = []
     for file, label in zip(listing.files, listing.labels, strict=True):
         try:
@@ -172,7 +172,7 @@ def _saved_storage(request: PackRequest, dest: Path, fingerprints: Sequence[list
         shape, square, per_shard = (channels, height, width), bool(saved["square"]), int(saved["images_per_shard"])
         if saved["made_from"] != _made_from(request, fingerprints) or min(*shape, per_shard) < 1:
             return None
-    except (OSError, ValueError, TypeError, KeyError):  # missing, or of no use
+    except (OSError, ValueError, TypeError, KeyError):  # missing or invalid
         return None
     if request.shard_bytes is not None:
         per_shard = request.images_per_shard(prod(shape))
@@ -207,11 +207,11 @@ def _jobs(
     return jobs
 
 
-# What is there already. ------------------------------------------------------------------------------------------------
+# What exists already. --------------------------------------------------------------------------------------------------
 
 
 def _up_to_date(request: PackRequest, dest: Path, fingerprints: Sequence[list[bytes]]) -> PackedSet | None:
-    """The set in `dest` if it is complete and made from these very images. Needs no lock and no permission to write."""
+    """The set in `dest` if it is complete and made from exactly these images. Needs no lock and no write permission."""
     storage = _saved_storage(request, dest, fingerprints)
     if storage is None:
         return None
@@ -271,7 +271,7 @@ def _check_room(dest: Path, todo: Sequence[ShardJob]) -> None:
 def _write_index(
     request: PackRequest, dest: Path, shape: tuple[int, int, int], jobs: dict[str, list[ShardJob]], unreadable: str
 ) -> None:
-    """Write the index from the receipts, and delete these."""
+    """Write the index from the receipts, and delete the receipts."""
     before = (
         _indexed_shards(dest) if is_packed(dest) else {}
     )  # a repaired set has receipts for the repaired shards only

@@ -63,7 +63,7 @@ def unpack(archive: Path, root: Path, folder: str, wanted: Sequence[str] = ()) -
         _move(temporary / folder, root / folder)
     except UserError:
         raise
-    except Exception as error:  # zlib, tarfile and zipfile raise all kinds
+    except Exception as error:  # zlib, tarfile and zipfile raise all kinds of exceptions
         if isinstance(error, OSError) and error.filename is not None and Path(error.filename) != archive:
             raise  # about another file: not the archive's fault
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -102,7 +102,7 @@ def _members(archive: Path) -> Iterator[list[Member]]:
 
 
 class _Limited:
-    """A stream for tarfile, which reads a member's header of any size into memory."""
+    """A stream that limits the size of a read: tarfile reads a member's header of any size into memory."""
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile) -> None:
         self.stream, self.seek, self.tell = stream, stream.seek, stream.tell
@@ -115,7 +115,7 @@ class _Limited:
 
 def _zip_members(archive: Path, opened: zipfile.ZipFile) -> Iterator[Member]:
     for info in _within_limits(archive, opened.infolist(), lambda info: info.file_size):
-        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others take memory as they like
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # other methods have no memory limit
             raise _refused(archive, info.filename, "is not compressed by deflate")
         path = _inside(archive, info.orig_filename)
         kind = stat.S_IFMT(info.external_attr >> 16)
@@ -135,7 +135,7 @@ def _tar_members(archive: Path, tar: tarfile.TarFile) -> Iterator[Member]:
 
 
 def _within_limits(archive: Path, infos: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
-    """The members one by one; raises as soon as they are too many, or too large together."""
+    """The members one by one; raises as soon as they are too many or their total size is too large."""
     n_bytes = 0
     for number, info in enumerate(infos, 1):
         n_bytes += size(info)

@@ -18,9 +18,9 @@ from tbbn.bench.data.sources.contents import Contents, Stats, is_held_out, make_
 from tbbn.bench.data.types import Part, Source
 from tbbn.errors import UserError
 
-_CHANNELS = (1, 3)  # a last axis of this length holds channels, unless the second does
+_CHANNELS = (1, 3)  # a last axis of such a length holds the channels, unless the second axis does
 
-# What was passed to tbbn.run in this process, by digest. It lives as long as a result that uses it.
+# The data passed to tbbn.run in this process, by digest. An entry lives as long as a result that uses it.
 _given: weakref.WeakValueDictionary[str, Source] = weakref.WeakValueDictionary()
 
 

@@ -28,7 +28,7 @@ def digits(name: str = "digits", size: int | None = None) -> Source:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UserError("digits: scikit-learn is required, it brings the images; pip install scikit-learn") from error
+        raise UserError("digits: needs scikit-learn, which contains the images; pip install scikit-learn") from error
     bunch = load_digits()
     images = torch.as_tensor(bunch.images).mul(255 / 16).round().to(torch.uint8).unsqueeze(1)
     labels = torch.as_tensor(bunch.target).long()
@@ -40,7 +40,7 @@ def digits(name: str = "digits", size: int | None = None) -> Source:
 def synthetic(name: str = "synthetic", size: int | None = None, argument: str = "20x40x10x16") -> Source:
     """Generated RGB images: `argument` is CLASSESxTRAINxTESTxSIZE, with numbers of images per class. Always the same.
 
-    A class is a smooth colour pattern. An image is the pattern moved by up to an eighth, plus a smooth pattern of its own
+    A class is a smooth colour pattern. An image is its class's pattern shifted by up to an eighth, plus its own smooth pattern
     and pixel noise.
     """
     positive = r"(0*[1-9]\d{0,8})"

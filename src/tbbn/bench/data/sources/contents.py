@@ -1,4 +1,4 @@
-"""What the readers of this folder share: the contents of a data set's files, and how they become a `Source`."""
+"""The contents of a data set's files, and how they become a `Source`; for all readers of this folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGENET_STATS: Stats = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What the files of a data set hold: both parts, and the class names in the order of their ids."""
+    """The contents of a data set's files: both parts, and the class names in the order of their ids."""
 
     train: Part
     test: Part
@@ -39,7 +39,7 @@ def make_source(name: str, contents: Contents, stats: Stats, size: int | None = 
 
 
 def is_held_out(labels: Tensor) -> Tensor:
-    """True for every 5th image of each class, in order: the test images of a set that brings none."""
+    """True for every 5th image of each class, in order: the test images of a set without a test part."""
     order, rank = rank_in_class(torch.arange(len(labels)), labels)
     held_out = torch.empty(len(labels), dtype=torch.bool)
     held_out[order] = rank % 5 == 4

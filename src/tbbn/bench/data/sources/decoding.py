@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-# Of the suffixes that a listing accepts. PIL knows more, and takes a file for what its first bytes say: PostScript under any
-# name would start Ghostscript.
+# The formats of the suffixes that a listing accepts. PIL knows more and goes by a file's first bytes: PostScript under any name
+# would start Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-MAX_PIXELS = 2**26  # of an image; a few bytes can claim billions
+MAX_PIXELS = 2**26  # per image; a file of a few bytes can claim billions
 
 
 class Unreadable(UserError):
@@ -47,7 +47,7 @@ def open_image(file: Path, channels: int, size: int | None) -> Image:
             return _fitted(_plain(image, "L" if channels == 1 else "RGB"), size)
     except FileNotFoundError as error:
         raise Unreadable(f"{file}: does not exist") from error
-    except Exception as error:  # PIL's parsers raise all kinds
+    except Exception as error:  # PIL's parsers raise all kinds of exceptions
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if isinstance(error, PIL.UnidentifiedImageError):
             reason = "unknown format"
@@ -58,7 +58,7 @@ def open_image(file: Path, channels: int, size: int | None) -> Image:
 
 @contextmanager
 def pil_silenced() -> Iterator[None]:
-    """Hide PIL's warnings about images that it reads anyway: damaged EXIF data, very large images. Not thread-safe."""
+    """Hide PIL's warnings about images that it can read: damaged EXIF data, very large images. Not thread-safe."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -68,7 +68,7 @@ def _plain(image: Image, mode: str) -> Image:
     import numpy
     import PIL.Image
 
-    if image.mode.startswith("I"):  # 16 bits, also where PIL holds them in 32
+    if image.mode.startswith("I"):  # 16 bits, which PIL may hold in 32
         values = numpy.asarray(image).astype(numpy.float64) / 257
         if not 0 <= values.min() <= values.max() <= 255:
             raise ValueError("values beyond 16 bits have no known range")
@@ -91,6 +91,6 @@ def _fitted(image: Image, size: int | None) -> Image:
     width, height = image.size
     shorter = min(width, height)
     width, height = int(size * width / shorter), int(size * height / shorter)
-    image = image.resize((width, height), PIL.Image.Resampling.BILINEAR)  # a copy where nothing is to do
+    image = image.resize((width, height), PIL.Image.Resampling.BILINEAR)  # a copy if the size is the same
     left, top = round((width - size) / 2), round((height - size) / 2)
     return image.crop((left, top, left + size, top + size))

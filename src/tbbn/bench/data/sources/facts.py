@@ -1,4 +1,4 @@
-"""What is known of the published data sets without their files: the images of each class, and their shape."""
+"""Facts about the published data sets that need none of their files: the images of each class, and their shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Facts:
     train: tuple[int, ...]  # images of each class, in the order of the class ids
     test: tuple[int, ...]
     shape: tuple[int, int, int]  # channels, height and width as stored
-    note: str = ""  # what of this only the files can tell
+    note: str = ""  # which of these numbers are estimates
 
 
 FACTS = {

@@ -1,6 +1,6 @@
 """Read the file formats of the published data sets: CIFAR's pickles, MNIST's idx, SVHN's mat, STL-10's binaries.
 
-No hash is checked here, so repacked copies load. Every reader has a limit on what it takes into memory.
+No hash is checked here, so that repacked copies load. Every reader limits how much it loads into memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tbbn.bench.data.types import Part
 from tbbn.bench.files import read_limited
 from tbbn.errors import UserError
 
-LARGEST = 2**30  # bytes of a file, and of its values unpacked; the published files have a quarter of that at most
+LARGEST = 2**30  # bytes of a file, and of its unpacked values; the published files have at most a quarter of that
 
 
 def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes: int) -> Part:
     """The training or test part of CIFAR-10 or CIFAR-100 from its pickled batches (N, 3072).
 
-    Images are sorted by class and then by file name, whatever order the files have: a run then has the same rows from the
-    published archive as from a copy that was made of single images.
+    Images are sorted by class and then by file name, whatever their order in the files. A run thus has the same rows whether the
+    batches come from the published archive or from a copy made from single images.
     """
     images, labels = [], []
     names: list[str] = []
@@ -58,7 +58,7 @@ def read_cifar(folder: Path, batches: tuple[str, ...], label_key: str, n_classes
 
 
 def _file_order(name: str) -> tuple[int, str]:
-    """A key that sorts file names by alphabet, and those that are numbers by value.
+    """A key that sorts file names alphabetically, and those that are numbers by value.
 
     >>> sorted(["10.png", "9.png"], key=_file_order), sorted(["cat_2.png", "cat_10.png"], key=_file_order)
     (['9.png', '10.png'], ['cat_10.png', 'cat_2.png'])
@@ -104,7 +104,7 @@ _MAT_KINDS = ("double", "single", "int8", "uint8", "int16", "uint16", "int32", "
 
 
 def _check_mat(file: Path, listed: list[tuple[str, tuple[int, ...], str]]) -> None:
-    """Refuse a mat file by its headers: one that holds its two variables twice, as anything but arrays, or too large."""
+    """Refuse a mat file whose headers show its two variables twice, as anything but arrays, or too large."""
     wanted = [(shape, kind) for name, shape, kind in listed if name in _MAT_NAMES]
     if len(wanted) > len(_MAT_NAMES) or any(kind not in _MAT_KINDS for _, kind in wanted):
         raise UserError(f"{file}: needs X of (32, 32, 3, N) uint8 and y of N integers, from 1 to 10")
@@ -123,7 +123,7 @@ def read_svhn(file: Path) -> Part:
         content = scipy_io.loadmat(str(file), variable_names=_MAT_NAMES)
     except UserError:
         raise
-    except Exception as error:  # loadmat raises all kinds
+    except Exception as error:  # loadmat raises all kinds of exceptions
         raise _unreadable(file, error) from error
     try:
         images = torch.as_tensor(content["X"]).permute(3, 2, 0, 1).contiguous()
@@ -161,7 +161,7 @@ def _unpickle(file: Path) -> dict[str, Any]:
             raise UserError(f"{file}: refused: {error}") from None
     except UserError:
         raise
-    except Exception as error:  # a broken pickle raises anything
+    except Exception as error:  # a broken pickle raises all kinds of exceptions
         raise _unreadable(file, error) from error
     if not isinstance(content, Mapping):
         raise UserError(f"{file}: must contain a dictionary, contains a {type(content).__name__}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SKIP_OPTION = "data.unreadable = 'skip'"
-_IMAGES_PER_TASK = 64  # decoded by a thread between two progress reports: a report costs more than a small image
+_IMAGES_PER_TASK = 64  # decoded by a thread between two progress reports, which cost more than a small image
 
 
 def decode(
@@ -33,7 +33,7 @@ def decode(
     """The images of a listing as one tensor, and the files that were left out.
 
     With `size`, images of another size are resized so that the shorter side is `size`, and cut to the centre square.
-    Without it, all images must have one size. One error names and counts the unreadable files; with
+    Without it, all images must have the same size. A single error names the first unreadable file and counts them all; with
     `unreadable="skip"` they are left out.
     """
     with pil_silenced():

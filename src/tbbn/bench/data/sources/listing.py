@@ -78,7 +78,7 @@ def list_folder(
 def _list_divided(owner: str, folder: Path, classes: list[str] | None, split: float) -> FolderListing:
     """List `folder/<class>/`, or `folder/train/<class>/` without a test folder, and divide each class by `split`.
 
-    Test images are spread evenly over the sorted files of a class, the same ones each time.
+    Test images are spread evenly over the sorted files of a class, always the same ones.
     """
     if is_image_folder(folder):
         raise UserError(f"{owner}: {folder} has test images of its own; leave the split out")
@@ -156,7 +156,7 @@ def _check_present(owner: str, names: Sequence[str], parts: Sequence[Path]) -> N
 
 
 def _check_distinct(owner: str, part: Path, names: Sequence[str]) -> None:
-    """Refuse a class that exists twice: by a link, or under names that look the same to a person."""
+    """Refuse a class that exists twice: through a link, or under names that look the same to a person."""
     alike: dict[str, list[str]] = defaultdict(list)
     same: dict[Path, list[str]] = defaultdict(list)
     for name in names:

@@ -179,7 +179,7 @@ def fetch(name: str, root: Path, *, download: bool) -> None:
     entry = OFFICIAL[name]
     reason, root_existed = "downloads are off", root.exists()
     if download and not entry.archive_present(root):
-        reason = "the download brought none"
+        reason = "the download did not contain it"
         try:
             with _silenced(), _socket_timeout(_TIMEOUT):
                 root.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ def fetch(name: str, root: Path, *, download: bool) -> None:
 
 
 def _clean_up(entry: Official, root: Path, root_existed: bool) -> None:
-    """Remove what a failed download left: a partial archive would pass for a whole one next time."""
+    """Remove the remains of a failed download: a partial archive would look like a whole one next time."""
     if entry.archive:
         (root / entry.archive).unlink(missing_ok=True)
     if not root_existed:
@@ -218,7 +218,7 @@ def _silenced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
-    """Give sockets opened inside a timeout: the downloader sets none and would wait for ever."""
+    """Give sockets opened inside this block a timeout: the downloader sets none and would wait forever."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
