@@ -6,7 +6,7 @@ import torch
 from tinyrun import finish, tiny
 
 import tbbn
-from tbbn.bench.analysis.slots import Seen, exchange, slots, slots_table
+from tbbn.bench.analysis.slots import Seen, exchange, last_task, slots, slots_table
 from tbbn.bench.engine.loop import Run
 
 
@@ -61,3 +61,15 @@ def test_rows_change_places() -> None:
     swapped = exchange(batch, m)
     assert torch.equal(swapped.images[:m], batch.images[n:]) and torch.equal(swapped.labels[n:], batch.labels[:m])
     assert torch.equal(swapped.images[m:n], batch.images[m:n])
+
+
+def test_an_online_run_is_tried_with_past_rows_only() -> None:
+    run = finish(tiny(norm="tbbn", data__online=True, memory__budget=8, data__name="synthetic:6x24x5x8", batch__size=12))
+    stored, old = run.memory.index.clone(), run.scenario.tasks[-1].classes.start
+    past = int((run.train_data.labels[stored] < old).sum())
+    assert 0 < past < len(stored) == run.memory.budget  # the reservoir is full, and holds new rows too
+    found = slots(run, batches=2)
+    assert found.past_in_memory.images > 0 and found.new_in_current.images > 0
+    assert run.memory.index.equal(stored) and run.config.data.online
+    for batch in last_task(run).batches("slots"):
+        assert bool((batch.labels[batch.memory] < old).all()) and bool((batch.labels[batch.current] >= old).all())

@@ -64,7 +64,7 @@ NAMES = {
 
 def slots(run: Run, batches: int = 20) -> Slots:
     """Try the network of a run on training batches of its last task, as they are and with rows that change places."""
-    context = _last_task(run)
+    context = last_task(run)
     found, old = Slots(), context.n_old_classes
     with torch.no_grad(), torch_settings(run.config, run.device):
         for batch in islice(context.batches("slots"), batches):
@@ -91,15 +91,19 @@ def exchange(batch: Batch, n: int) -> Batch:
     return replace(batch, images=batch.images[order], labels=batch.labels[order])
 
 
-def _last_task(run: Run) -> EngineTaskContext:
-    """The last task learnt, with the exemplars of the tasks before it."""
+def last_task(run: Run) -> EngineTaskContext:
+    """The last task learnt, with the exemplars of the tasks before it.
+
+    Of an online task these are the past rows left in the reservoir, and the batches are drawn as for any other task: drawing them
+    as a stream would store new rows among the past ones.
+    """
     number = len(run.network.task_sizes) - 1
     context = run.context(run.scenario.tasks[number])
     memory = copy.copy(run.memory)
     memory.index = memory.index[context.labels(memory.index).to(memory.index.device) < context.n_old_classes]
     if not len(memory.index):
         raise UserError("slots: there are no exemplars of past tasks; look at a later task of a method with a memory.")
-    return replace(context, memory=memory)
+    return replace(context, memory=memory, config=replace(run.config, data=replace(run.config.data, online=False)))
 
 
 def _training_logits(context: EngineTaskContext, batch: Batch) -> Tensor:
