@@ -48,8 +48,8 @@ from tbbn.bench.cli.main import main
         ("run --data synthetic:4x12x4x8 --data.tasks 5", r"4 classes cannot fill 5 tasks; use at most 4 tasks"),
         ("run --data folder:/nowhere", r"folder:/nowhere: /nowhere: no such folder$"),
         ("run --data folder:/nowhere --data.split 0.2", r"folder:/nowhere: /nowhere: no such folder$"),
-        ("run --data folder:", r"dataset 'folder' needs more after a colon: folder:PATH"),
-        ("run --data packed:", r"dataset 'packed' needs more after a colon: packed:PATH"),
+        ("run --data folder:", r"dataset 'folder' needs an argument after a colon: folder:PATH"),
+        ("run --data packed:", r"dataset 'packed' needs an argument after a colon: packed:PATH"),
         ("run --memory 200", r"unknown setting --memory\. Did you mean --memory\.budget\?"),
         ("run --gpu 0", r"unknown setting --gpu\. Did you mean --device\?"),
         (

@@ -235,7 +235,7 @@ def test_a_data_set_of_ones_own() -> None:
         return source
 
     assert load("plain") is source
-    with pytest.raises(UserError, match="'plain' takes nothing after a colon, got 'plain:3'"):
+    with pytest.raises(UserError, match="'plain' takes no argument after a colon, got 'plain:3'"):
         load("plain:3")
 
     @register_dataset("odd")
@@ -243,5 +243,5 @@ def test_a_data_set_of_ones_own() -> None:
 
     with pytest.raises(UserError, match=r"dataset 'odd' of .*: may take name, root, .*; its 'colour' needs a default"):
         load("odd")
-    with pytest.raises(UserError, match="dataset 'folder' needs more after a colon: folder:PATH"):
+    with pytest.raises(UserError, match="dataset 'folder' needs an argument after a colon: folder:PATH"):
         load("folder")

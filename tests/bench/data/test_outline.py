@@ -92,7 +92,7 @@ def test_a_folder_is_counted_and_one_image_of_it_opened(tmp_path: Path, monkeypa
     assert outline(f"folder:{folder}", unreadable="skip").note.endswith("unreadable ones would be left out")
     with pytest.raises(UserError, match=r"nowhere: no such folder$"):
         outline(f"folder:{tmp_path / 'nowhere'}")
-    with pytest.raises(UserError, match="dataset 'folder' needs more after a colon"):
+    with pytest.raises(UserError, match="dataset 'folder' needs an argument after a colon"):
         outline("folder: ")
 
 
