@@ -1,4 +1,4 @@
-"""Backbones, growing heads, and the network that joins them."""
+"""Backbones, growing heads, and the network that combines them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 _DEPTHS_18, _DEPTHS_34 = (2, 2, 2, 2), (3, 4, 6, 3)
 
-# name: (description, factory that takes in_channels and, where it can remove the last ReLU, last_relu)
+# name: (description, factory that takes in_channels, and last_relu if it can remove the last ReLU)
 _BUILT_IN: dict[str, tuple[str, Callable[..., Backbone]]] = {
     "small": ("three conv-norm-ReLU blocks, 32-64-64 channels, for 8 to 32 px", SmallNet),
     "resnet20": ("CIFAR ResNet, 3 x 3 blocks, 16-32-64 channels", partial(resnet.cifar_resnet, 20)),
@@ -73,10 +73,10 @@ def backbone(
     generator: torch.Generator | None = None,
     image_size: tuple[int, int] = (32, 32),
 ) -> Backbone:
-    """A fresh backbone with `nn.BatchNorm2d` norms, its weights drawn from `generator` alone.
+    """A new backbone with `nn.BatchNorm2d` norms and weights drawn only from `generator`.
 
     `last_relu=False` removes the ReLU before the pooling, so that features may be negative (LUCIR, PODNet). A registered
-    factory gets those of `in_channels`, `last_relu` and `image_size` that it takes, and may return any module: see `adapt`.
+    factory gets whichever of `in_channels`, `last_relu` and `image_size` it accepts, and may return any module: see `adapt`.
     """
     BACKBONES.entry(name)
     if in_channels < 1:

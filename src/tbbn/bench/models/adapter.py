@@ -1,4 +1,4 @@
-"""Any module that maps images to features, as a backbone."""
+"""Turn any module that maps images to features into a backbone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AdaptedBackbone(Backbone):
 
 
 def adapt(name: str, module: object, shape: tuple[int, ...]) -> Backbone:
-    """The module as a backbone. One image of `shape` (C, H, W) tells how many features it returns, and whether stages."""
+    """The module as a backbone. One forward of `shape` (C, H, W) finds its number of features and whether it has stages."""
     if isinstance(module, Backbone):
         return module
     if not isinstance(module, nn.Module):

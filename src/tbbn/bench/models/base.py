@@ -34,13 +34,13 @@ class Backbone(nn.Module):
 
 @contextmanager
 def seeded_init(generator: torch.Generator | None) -> Iterator[None]:
-    """Initialise every layer made inside from one seed drawn from `generator` (0 without one).
+    """Initialise every layer made inside the block from one seed drawn from `generator` (0 without one).
 
-    torch's layers draw from the global CPU generator: it is seeded here and restored afterwards. No other device's generator is
-    touched.
+    torch's layers draw from the global CPU generator, which is seeded here and restored afterwards. No other device's generator
+    is touched.
     """
     seed = 0 if generator is None else int(torch.randint(2**62, (), generator=generator, device="cpu"))
-    # On the CPU even if the caller has set another default device: its generator would give other weights.
+    # On the CPU even if the caller has set another default device, whose generator would give different weights.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         yield

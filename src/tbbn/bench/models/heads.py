@@ -32,7 +32,7 @@ class Head(nn.Module):
         self.n_features = n_features
         self.task_sizes: list[int] = []
         self.weights = nn.ParameterList()
-        # Follows .to(...), so that a head without classes knows the device and dtype of its first block.
+        # Follows .to(...), so that a head without classes knows the device and dtype for its first block.
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
     @property
@@ -54,7 +54,7 @@ class Head(nn.Module):
         return nn.Parameter(parameter.detach().to(self._anchor))
 
     def scores(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits, and the similarities they are scaled from if the head has any; both (N, `n_classes`)."""
+        """The logits, and the similarities that they are scaled from, or None; both (N, `n_classes`)."""
         raise NotImplementedError
 
     def forward(self, features: Tensor) -> Tensor:
@@ -90,12 +90,12 @@ class LinearHead(Head):
         return [self.weights[task], self.biases[task]]
 
     def scores(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        # One product with the concatenated weights: one per task would cost a launch each, forward and backward.
+        # One product with the concatenated weights: a product per task would cost a launch each, forward and backward.
         return F.linear(features, self.joined_weights(), _joined(self.biases)), None
 
 
 class BiasCorrectedHead(LinearHead):
-    """BiC's classifier: a linear head with logits alpha_t o + beta_t for the classes of task t; ``similarity`` is alpha_t o."""
+    """BiC's classifier: a linear head whose logits for task t are alpha_t o + beta_t; ``similarity`` is alpha_t o."""
 
     def __init__(self, n_features: int) -> None:
         super().__init__(n_features)
@@ -118,7 +118,7 @@ class BiasCorrectedHead(LinearHead):
         return scaled + self._spread(self.betas), scaled
 
     def _spread(self, parameters: nn.ParameterList) -> Tensor:
-        """From one value per task to one per class."""
+        """Expand one value per task to one per class."""
         return torch.cat([p.expand(n) for p, n in zip(parameters, self.task_sizes, strict=True)])
 
 
@@ -141,9 +141,9 @@ class CosineHead(Head):
 class ProxyHead(Head):
     """PODNet's local similarity classifier (Douillard et al., 2020): `n_proxies` weight vectors per class.
 
-    With s_k = -|f/|f| - w_k/|w_k||^2 = 2 cos(f, w_k) - 2 the similarity of a class is sum_k softmax(s)_k s_k;
-    logit = eta * similarity, eta learnable, initially 1. `weights[t]` is (classes, `n_proxies`, D). With a `scale`, features and
-    proxies have this length instead of 1, so s_k is `scale`^2 times as large, and eta is not meant to be trained.
+    With s_k = -|f/|f| - w_k/|w_k||^2 = 2 cos(f, w_k) - 2, the similarity of a class is sum_k softmax(s)_k s_k;
+    logit = eta * similarity, eta learnable, initially 1. `weights[t]` is (classes, `n_proxies`, D). A non-zero `scale` is the
+    length of features and proxies instead of 1: s_k is `scale`^2 times as large, and eta is not meant to be trained.
     """
 
     def __init__(self, n_features: int, n_proxies: int = 10, scale: float = 0.0) -> None:

@@ -16,10 +16,10 @@ from tbbn.errors import UserError, unknown_name
 
 @dataclass(frozen=True)
 class Output:
-    """Everything a loss or a prediction may use, for a batch of N images.
+    """Everything that a loss or a prediction may use, for a batch of N images.
 
-    `logits` is (N, classes), `features` (N, D), `stages` the backbone's maps before their ReLU; `similarity`
-    (N, classes) is what a cosine or proxy head scales into logits; `state` holds the tensors the method remembers.
+    `logits` is (N, classes), `features` (N, D), `stages` the backbone's maps before their ReLU. `similarity`
+    (N, classes) is the score that the head scales into logits, if any; `state` holds the tensors that the method remembers.
     """
 
     logits: Tensor
@@ -38,7 +38,7 @@ _KEPT = "remembered."
 
 
 def _encode(name: str) -> str:
-    """A buffer name for any text: it must have no dot, and not be an attribute of nn.Module."""
+    """Turn any text into a valid buffer name: without dots, and not an attribute of nn.Module."""
     return "@" + name.replace("%", "%25").replace(".", "%2E")
 
 
@@ -70,14 +70,14 @@ class Network(nn.Module):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The tensors the method remembers, by name; not copies."""
+        """The tensors that the method remembers, by name; not copies."""
         return {_decode(key): tensor for key, tensor in self.remembered._buffers.items() if tensor is not None}
 
     def forward(self, images: Tensor) -> Output:
         return self.classify(self.backbone(images))
 
     def classify(self, features: Features) -> Output:
-        """The forward from the features on."""
+        """The rest of the forward, from the features to the output."""
         logits, similarity = self.head.scores(features.pooled)
         return Output(logits, features.pooled, features.stages, similarity, self.task_sizes, self.state)
 
@@ -108,7 +108,7 @@ class Network(nn.Module):
         return state[name]
 
     def forget(self, name: str) -> None:
-        """Drop a stored tensor, if it is there."""
+        """Drop a stored tensor, if it exists."""
         self.remembered._buffers.pop(_encode(name), None)
 
     def teacher(self) -> Network:
@@ -116,7 +116,7 @@ class Network(nn.Module):
         return copy.deepcopy(self).eval().requires_grad_(False)
 
     def restore(self, state_dict: Mapping[str, Tensor], task_sizes: Sequence[int]) -> None:
-        """Grow the head to `task_sizes`, make room for the remembered tensors, and load the state strictly."""
+        """Grow the head to `task_sizes`, register buffers for the remembered tensors, and load the state strictly."""
         have = list(self.task_sizes)
         if have != list(task_sizes[: len(have)]):
             raise UserError(

@@ -1,6 +1,6 @@
 """Residual networks: the CIFAR family, the ImageNet family, and the variants of PODNet and of the online survey.
 
-All are one class. Parameters are named as in torchvision's ResNet, so weights can be exchanged by `load_state_dict`.
+All are one class. Parameters have the names of torchvision's ResNet, so `load_state_dict` can exchange weights with it.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class ResNet(Backbone):
         strides: the stride of each stage's first block.
         stem: kernel and stride of the first convolution.
         max_pool: a 3x3/2 max pool after the stem.
-        inner_relu: ReLU after the sum of every block but its stage's last.
+        inner_relu: ReLU after the sum of every block except the last of its stage.
         stage_relu: ReLU between one stage and the next.
         last_relu: ReLU between the last stage and the pooling; LUCIR and PODNet have none.
-        no_relu_after: the number of a stage, from 1, that is followed by no ReLU; 0 for none.
+        no_relu_after: 1-based number of a stage that no ReLU follows; 0 for none.
         pad_shortcut: shortcuts without parameters instead of a 1x1 convolution and a norm.
         zero_gamma: every block starts as the identity (the weight of its last norm is 0).
         kaiming_init: N(0, 2 / fan_out) for the convolutions; otherwise torch's default.
@@ -114,7 +114,7 @@ class ResNet(Backbone):
                     nn.init.zeros_(block.bn2.weight)
 
     def _stage(self, index: int, x: Tensor) -> Tensor:
-        """The sum of the stage's last block, before any ReLU."""
+        """The output of the stage: the sum of its last block, before any ReLU."""
         blocks = list(getattr(self, f"layer{index + 1}"))
         for block in blocks[:-1]:
             x = block(x, relu=self.inner_relu)
@@ -182,9 +182,9 @@ def imagenet_resnet(
 
 
 def lucir_resnet18(in_channels: int) -> ResNet:
-    """ResNet-18 as LUCIR has it in the paper's code, which removes the ReLU after stage 3 and keeps the last one.
+    """LUCIR's ResNet-18 in the paper's code, which removes the ReLU after stage 3 and keeps the last one.
 
-    In a CIFAR ResNet stage 3 is the last; here it is the last but one, so features are never negative.
+    In a CIFAR ResNet stage 3 is the last stage. Here it is the last but one, so features are never negative.
     """
     return ResNet(
         (2, 2, 2, 2), (64, 128, 256, 512), in_channels=in_channels, stem=(7, 2), max_pool=True, no_relu_after=3
@@ -194,7 +194,7 @@ def lucir_resnet18(in_channels: int) -> ResNet:
 def cifar_resnet18(width: int, in_channels: int, last_relu: bool) -> ResNet:
     """ResNet-18 for 32x32 images, with a 3x3 stem and no max pool; ``width`` is the number of channels of the first stage.
 
-    The online survey (Mai et al., 2022) calls it Reduced ResNet-18 where the width is 20.
+    With width 20 it is the Reduced ResNet-18 of the online survey (Mai et al., 2022).
     """
     widths = tuple(width * 2**stage for stage in range(4))
     return ResNet((2, 2, 2, 2), widths, in_channels=in_channels, last_relu=last_relu, kaiming_init=False)

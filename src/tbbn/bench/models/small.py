@@ -30,7 +30,7 @@ class SmallNet(Backbone):
         stages: list[Tensor] = []
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             if i == 1:
-                x = F.max_pool2d(x, 2, ceil_mode=True)  # before the ReLU, with which it commutes: fewer pixels
+                x = F.max_pool2d(x, 2, ceil_mode=True)  # before the ReLU, which commutes with it: fewer pixels
             if i > 0:
                 x = F.relu(x)
             x = norm(conv(x))

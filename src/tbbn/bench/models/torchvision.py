@@ -1,4 +1,4 @@
-"""Mobile backbones of torchvision, untrained and without classifier, cut into stages of one resolution each."""
+"""Mobile backbones of torchvision, untrained and without classifier, divided into stages of one resolution each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tbbn.bench.models.base import Backbone, Features, global_average
 class StagedBackbone(Backbone):
     """A stem, a sequence of stages, and the activation before the pooling.
 
-    The last stage ends with the norm before the activation. The other stages of these architectures end in a linear
-    bottleneck or a channel shuffle, not in a ReLU, so their maps are simply their outputs.
+    The last stage ends with the norm before the activation. The other stages of these architectures end with a linear
+    bottleneck or a channel shuffle, not with a ReLU, so their maps are simply their outputs.
     """
 
     def __init__(self, stem: nn.Module, stages: Sequence[nn.Module], activation: nn.Module, n_features: int) -> None:
@@ -72,8 +72,8 @@ def mobilenet_v2(in_channels: int, last_relu: bool) -> Backbone:
 def mnasnet_05(in_channels: int, last_relu: bool) -> Backbone:
     """MnasNet x0.5 (Tan et al., 2019): strides 4, 8, 16 and 32; 1280 features.
 
-    torchvision's norms have a momentum of 0.0003, meant for millions of steps: running statistics would lag thousands of steps
-    behind a task. Here they get torch's default, as in the paper's code.
+    torchvision's norms have a momentum of 0.0003, meant for millions of steps: running statistics would lag a task by thousands
+    of steps. Here they get torch's default momentum, as in the paper's code.
     """
     from tbbn.bench.vision import torchvision
 
