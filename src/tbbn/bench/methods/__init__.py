@@ -1,11 +1,11 @@
-"""Class-incremental methods. Importing this package registers the built-in ones, each in a file of its own."""
+"""Class-incremental methods, one file each. Importing this package registers the built-in ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from tbbn.bench.methods import (  # noqa: F401  each registers its method; a new one is a file and a name here
+from tbbn.bench.methods import (  # noqa: F401  each registers its method; add the file of a new method here
     afc,
     balaug,
     bic,
@@ -28,7 +28,7 @@ from tbbn.registry import METHODS
 
 
 def method(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """The method of that name with these hyper-parameters; an unknown one or a wrong value is an error."""
+    """The method with this name and these hyper-parameters. Raises for an unknown hyper-parameter or an invalid value."""
     kind = METHODS.get(name)
     check_class(name, kind)
     with METHODS.blame(name):

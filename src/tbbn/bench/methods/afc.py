@@ -4,9 +4,9 @@ L = NCA + sqrt(C_seen / C_new) * importance_weight * D. D is the mean, over stag
 importance times the distance between student and teacher. After a task, one pass over augmented batches gives channel c the
 importance I_c = sum over batches of mean_n sum_hw (dNCA / dx_nchw)^2, divided by the mean over the channels of its stage.
 
-The pass forwards in train mode, inside ``balance``. In the authors' program it forwards the network itself, so the running
-statistics move before exemplars are chosen and the task is evaluated, and the next teacher has the moved ones. With
-``importance_moves_statistics`` this does the same; otherwise it forwards a copy.
+The pass runs in train mode, inside ``balance``. In the authors' program it runs the network itself, so the running statistics
+change before exemplars are chosen and the task is evaluated, and the next teacher has the changed ones. With
+``importance_moves_statistics`` the pass does the same here; otherwise it runs a copy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Afc(ProxyMethod):
 
     def after_training(self, context: TaskContext) -> None:
         network = context.network if self.importance_moves_statistics else copy.deepcopy(context.network)
-        # Gradients of the maps need a graph; the next phase freezes its parameters again.
+        # Gradients of the maps need an autograd graph; the next phase sets requires_grad again.
         network.train().requires_grad_(True)
         sums: list[Tensor] = []
         for batch in context.batches("importance"):
@@ -56,6 +56,6 @@ class Afc(ProxyMethod):
         network.eval()
         for i, total in enumerate(sums):
             mean = total.mean()
-            # If every gradient is zero, all channels count the same.
+            # If every gradient is zero, all channels get the same importance.
             importance = torch.where(mean > 0, total / mean, torch.ones_like(total))
             context.network.remember(_name(i), importance)

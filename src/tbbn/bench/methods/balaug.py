@@ -1,8 +1,8 @@
-"""Balanced augmentation: balance the tasks by more views of the memory rows, not by the norm.
+"""Balanced augmentation: balance the tasks by adding views of the memory rows, not by the norm.
 
-With 3 current rows to 1 memory row, 3 (t - 1) views of each memory row at task t give every past task as many rows, in
+With 3 current rows per memory row, 3 (t - 1) views of each memory row at task t give every past task as many rows, in
 expectation, as the current one: 48 + 16 rows become 48 + 48 (t - 1). The first view is augmented like any training row, the
-others strongly. The loss is fine-tuning's; the norm sees the larger batch.
+others strongly. The loss is that of fine-tuning; the norm sees the larger batch.
 """
 
 from __future__ import annotations

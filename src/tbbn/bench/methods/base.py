@@ -1,8 +1,8 @@
-"""The contract of a method: its losses, and what it does around a task. The training loop is the engine's.
+"""The interface of a method: its losses, and what it does before and after a task. The engine owns the training loop.
 
 A method is an immutable dataclass; its fields are its hyper-parameters. It never steps an optimiser, builds a loader or logs:
-``loss`` maps a batch and the network's output to named terms, and the engine does the rest. What a method must keep between
-tasks it gives to ``network.remember``: then it is saved, restored and copied to the teacher with the weights.
+``loss`` maps a batch and the network's output to named terms, and the engine does the rest. To keep a tensor between tasks, a
+method calls ``network.remember``: the tensor is then saved, restored and copied to the teacher with the weights.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Losses = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training inside a task. A field that is None takes the run's setting (``train.epochs``, ...).
+    """One stage of training within a task. A field that is None takes the run's setting (``train.epochs``, ...).
 
-    ``rows`` says what an epoch consists of:
+    ``rows`` says which rows an epoch consists of:
 
     - "replay": batches [current ; memory] of the task and the memory.
     - "balanced": the same, with as many rows of each new class as the memory has of each old one.
-    - "oversampled": the same, with current rows drawn from the task and from the memory, which is in there twice.
-    - "exemplars": mixed batches of a memory that already holds exemplars of this task.
+    - "oversampled": the same, with current rows drawn from the task plus two copies of the memory.
+    - "exemplars": mixed batches from a memory that already holds exemplars of this task.
     - "holdout": mixed batches of the rows held out by :meth:`Method.holdout`.
 
-    Mixed batches have no layout: a balanced norm treats them as plain batch norm does.
+    Mixed batches have no layout: a balanced norm treats them like plain batch norm.
     """
 
     name: str = "train"
     rows: str = "replay"
-    loss: str = "loss"  # the method's function to minimise
+    loss: str = "loss"  # name of the method's loss function
     trainable: str = "all"  # see :meth:`Method.parameters`
     epochs: int | None = None
     lr: float | None = None
@@ -47,8 +47,8 @@ class Phase:
     schedule: str | None = None  # "multistep", "cosine" or "constant"
     momentum: float | None = None
     weight_decay: float | None = None
-    eval_mode: bool = False  # train with the network in eval mode: norms use their running statistics and keep them
-    keep: str | None = None  # whose weights are kept: the "last" epoch's or the "best" one's
+    eval_mode: bool = False  # train with the network in eval mode: norms use their running statistics, unchanged
+    keep: str | None = None  # which epoch's weights to keep: "last" or "best"
     uses_previous: bool = True  # False skips the previous network's forward
 
 
@@ -57,7 +57,7 @@ class TaskContext(Protocol):
 
     task: Task
     network: Network
-    previous: Network | None  # the network after the task before, frozen; None in the first task
+    previous: Network | None  # the network after the previous task, frozen; None in the first task
     memory: ExemplarMemory
 
     @property
@@ -67,35 +67,35 @@ class TaskContext(Protocol):
 
     @property
     def n_old_classes(self) -> int:
-        """How many classes the past tasks have."""
+        """The number of classes of the past tasks."""
         ...
 
     @property
     def n_classes(self) -> int:
-        """How many classes there are so far, this task's included."""
+        """The number of classes so far, including this task's."""
         ...
 
     def labels(self, rows: Tensor) -> Tensor:
-        """The labels of training rows; classes are numbered in order of arrival."""
+        """The labels of training rows; classes are numbered in the order in which they arrive."""
         ...
 
     def outputs(self, rows: Tensor, *, flip: bool = False) -> Output:
-        """The network's output on training rows, or on their mirror images: in eval mode, without augmentation or gradients.
+        """The network's output on training rows, or on their mirror images, in eval mode without augmentation or gradients.
 
         ``stages`` is empty.
         """
         ...
 
     def batches(self, purpose: str) -> Iterator[Batch]:
-        """One epoch of augmented batches [current ; memory], drawn for this purpose alone."""
+        """One epoch of augmented batches [current ; memory], from a random stream for this purpose only."""
         ...
 
     def forward(self, network: Network, batch: Batch) -> Output:
-        """The output on a batch of ``batches``: in one forward with the batch's layout, as in training, and with gradients."""
+        """The output on a batch from ``batches``: one forward with the batch's layout, as in training, with gradients."""
         ...
 
     def generator(self, *purpose: str | int) -> torch.Generator:
-        """A random generator for this task and purpose alone."""
+        """A random generator for this task and purpose only."""
         ...
 
 
@@ -103,9 +103,9 @@ class TaskContext(Protocol):
 class Method:
     """The base of every method. Only ``loss`` must be defined."""
 
-    needs_previous: ClassVar[bool] = False  # ``loss`` gets the output of the network after the task before
+    needs_previous: ClassVar[bool] = False  # ``loss`` gets the output of the network after the previous task
     needs_stages: ClassVar[bool] = False  # ``loss`` uses the maps of the backbone's stages
-    last_relu: ClassVar[bool] = True  # False removes the ReLU before the pooling, so features may be negative
+    last_relu: ClassVar[bool] = True  # False removes the ReLU before the pooling, so that features may be negative
     uses_memory: ClassVar[bool] = True
     all_data: ClassVar[bool] = False  # each task trains on all data so far
 
@@ -113,18 +113,18 @@ class Method:
         return LinearHead(n_features)
 
     def holdout(self) -> float:
-        """The fraction of the rows, of task and memory, that the main phase leaves to a "holdout" phase."""
+        """The fraction of the rows of task and memory that the main phase leaves for a "holdout" phase."""
         return 0.0
 
     def memory_views(self, past_tasks: int) -> int:
-        """How many augmented views of each memory row a batch has; all but the first are strongly augmented."""
+        """The number of augmented views of each memory row in a batch; all but the first are strongly augmented."""
         return 1
 
     def phases(self, context: TaskContext) -> tuple[Phase, ...]:
         return (Phase(),)
 
     def parameters(self, network: Network, trainable: str) -> list[nn.Parameter]:
-        """The parameters a phase trains: "all", "newest" (all but the head's of past classes) or "head"."""
+        """The parameters that a phase trains: "all", "newest" (all but the head's blocks of past tasks) or "head"."""
         if trainable == "head":
             return list(network.head.parameters())
         parameters = list(network.parameters())
@@ -142,7 +142,7 @@ class Method:
         raise NotImplementedError
 
     def penalty(self, network: Network) -> Losses:
-        """Terms of the loss that depend on the parameters and not on a batch; the engine adds them in every phase."""
+        """Loss terms that depend on the parameters, not on a batch; the engine adds them in every phase."""
         return {}
 
     def after_training(self, context: TaskContext) -> None:

@@ -3,7 +3,7 @@
 First phase: L = (1 - l) CE + l * KD, l = C_old / C_all. KD is the cross-entropy of all old logits with the teacher's, at
 temperature T. Second phase, from the second task on: the network is frozen and in eval mode; alpha and beta of the newest
 head, o -> alpha o + beta, are fitted on rows held out of the first phase, L = CE + 0.05 beta^2. Both are part of the head, so
-the teacher's logits are corrected ones.
+the teacher's logits are corrected too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BiasCorrection(Method):
             momentum=0.9,
             weight_decay=0.0,
             eval_mode=True,
-            keep="last",  # validation rows are of the current task only: they would choose the least corrected epoch
+            keep="last",  # validation rows belong to the current task only and would select the least corrected epoch
             uses_previous=False,
         )
         return Phase(), correction

@@ -2,13 +2,13 @@
 
 L = mean_current CE + alpha mean_memory |z - z_stored|^2 + beta mean_memory CE; the square is also averaged over the logits.
 
-- Stored logits are those of the network at the end of the task that stored the row, without augmentation. The head grows, so
-  they cover the classes known then; only those are compared.
+- Stored logits are computed at the end of the task that stored the row, without augmentation. The head grows, so they cover
+  only the classes known then; only those are compared.
 - Both memory terms use the memory rows of the batch; the original draws memory rows twice.
 - A row stored during the current pass of an online stream has no logits yet and is left out of the square.
 
-Dark experience replay without "++" is this method with ``beta = 0``. It has no name of its own here, because "DER" is also short
-for dynamically expandable representation (Yan et al., 2021).
+Dark experience replay without "++" is this method with ``beta = 0``. It has no separate name here, because "DER" also stands for
+dynamically expandable representation (Yan et al., 2021).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS, LOGITS, WIDTHS = "dark_rows", "dark_logits", "dark_widths"  # (M,) ascendi
 
 
 def _places(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The position of each wanted row in the ascending `rows`, and whether it is there."""
+    """The position of each wanted row in the ascending `rows`, and whether `rows` contains it."""
     place = torch.searchsorted(rows, wanted).clamp(max=len(rows) - 1)
     return place, rows[place] == wanted
 

@@ -20,7 +20,7 @@ from tbbn.registry import register_method
 @register_method("eeil", "distillation head by head, then a phase on class-balanced rows")
 @dataclass(frozen=True)
 class EndToEnd(Method):
-    """``skip_newest_head`` leaves the second task without distillation in its first phase: it has one past head."""
+    """``skip_newest_head`` leaves the first phase of the second task without distillation: there is only one past head."""
 
     needs_previous = True
 

@@ -1,8 +1,8 @@
 """Fine-tuning with replay: cross-entropy over all classes so far, on batches [current ; memory].
 
-The simplest method; read it first. For every training step the engine calls ``loss`` with the batch, the network's output on
-it, and the previous network's output (None unless the method sets ``needs_previous``). It sums the returned terms,
-differentiates them and steps the optimiser.
+The simplest method; read it first. In every training step the engine calls ``loss`` with the batch, the network's output on it,
+and the previous network's output (None unless the method sets ``needs_previous``). It sums the returned terms, runs the backward
+and steps the optimiser.
 """
 
 from __future__ import annotations

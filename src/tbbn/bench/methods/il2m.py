@@ -1,12 +1,12 @@
-"""IL2M (Belouadah & Popescu, 2019): fine-tuning; scores of past classes are rectified by statistics from when they were learnt.
+"""IL2M (Belouadah & Popescu, 2019): fine-tuning; past classes' scores are rectified by statistics from when they were learnt.
 
 A score is a logit, as in the authors' program and in FACIL. If the best class of an image is new, the score of each past class c,
 learnt in task k, becomes
 
     z_c * (mean score of c when learnt / mean score of c now) * (confidence now / confidence after task k).
 
-The mean score of c is over its training images when learnt, over its exemplars now. The confidence of a network is its mean
-best score over the images of its newest task.
+The mean score of c is taken over its training images when learnt, and over its exemplars now. The confidence of a network is its
+mean best score over the images of its newest task.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tbbn.bench.methods.terms import class_means
 from tbbn.bench.models import Output
 from tbbn.registry import register_method
 
-# What the network remembers, one value per class:
-LEARNT = "learnt_scores"  # its mean score when it was learnt
-CONFIDENCE = "confidence"  # of the network that had just learnt it
-FACTORS = "factors"  # by which its score is multiplied; 1 for new classes
+# Tensors that the network remembers, with one value per class:
+LEARNT = "learnt_scores"  # the class's mean score when it was learnt
+CONFIDENCE = "confidence"  # the confidence of the network that had just learnt the class
+FACTORS = "factors"  # the factor that multiplies the class's score; 1 for new classes
 
 
 class _Scores(NamedTuple):
-    means: Tensor  # (classes,) the mean score of each class over its own rows; 0 without any
+    means: Tensor  # (classes,) the mean score of each class over its own rows; 0 if it has none
     best: Tensor  # () the mean best score over all rows
 
 
@@ -44,7 +44,7 @@ def _own_scores(context: TaskContext, rows: Tensor) -> _Scores:
 @dataclass(frozen=True)
 class Il2m(FineTune):
     def after_training(self, context: TaskContext) -> None:
-        # Here and not in after_task: the memory has not shrunk yet, and more exemplars give better means.
+        # Not in after_task: here the memory has not shrunk yet, and more exemplars give better means.
         network, n_old = context.network, context.n_old_classes
         new = _own_scores(context, context.task.train)
         learnt, confidence = new.means[n_old:], new.best.expand(context.n_classes - n_old)
@@ -56,7 +56,7 @@ class Il2m(FineTune):
             now = _own_scores(context, context.memory.index)
             rectified = learnt / now.means * new.best / confidence
             is_old = torch.arange(context.n_classes, device=learnt.device) < n_old
-            # A mean score of 0, as of a class without exemplars, has no ratio.
+            # A mean score of 0, as for a class without exemplars, gives no finite ratio.
             factors = torch.where(is_old & rectified.isfinite(), rectified, factors)
         for name, tensor in ((LEARNT, learnt), (CONFIDENCE, confidence), (FACTORS, factors)):
             network.remember(name, tensor)

@@ -1,4 +1,4 @@
-"""Joint training: each task trains on all data so far. The upper bound. It needs no memory, since it loses no data."""
+"""Joint training: each task trains on all data so far. It is the upper bound, and needs no memory."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 L = CE(eta cos) + less_forget * sqrt(C_old / C_new) * mean_n (1 - cos(f_n, f_n^old)) + ranking * R
 R = mean max(0, margin - cos_y + cos_k), over the rows of past classes and the ``top_k`` new classes k nearest to each row.
 
-f_n are the features of row n, f_n^old those of the network after the task before. cos_c is the cosine of f and the head's
-weight of class c, y is the label. The logits are eta cos, with one learnable scale eta for all classes. C_old and C_new count
-the classes of the past tasks and of this one.
+f_n are the features of row n, f_n^old those from the network after the previous task. cos_c is the cosine of f and the head's
+weight of class c, y is the label. The logits are eta cos, with one learnable scale eta for all classes. C_old and C_new are the
+numbers of classes of the past tasks and of this one.
 
-With ``imprint``, as in the authors' program, the weight of a new class starts as the mean of its features of length 1, scaled to
+With ``imprint``, as in the authors' program, the weight of a new class starts as the mean of its normalised features, scaled to
 the mean length of the old weights; otherwise it starts at random.
 """
 
@@ -32,7 +32,7 @@ from tbbn.registry import register_method
 @dataclass(frozen=True)
 class Lucir(Method):
     needs_previous = True  # ``loss`` gets the previous network's output
-    last_relu = False  # no ReLU before the pooling: features may be negative, so cosines span [-1, 1]
+    last_relu = False  # no ReLU before the pooling: features may be negative, so that cosines span [-1, 1]
 
     less_forget: float = option(5.0, "weight of the feature distillation", least=0)
     ranking: float = option(1.0, "weight of the margin ranking", least=0)
@@ -65,7 +65,7 @@ class Lucir(Method):
         return losses
 
     def _ranking(self, batch: Batch, output: Output) -> Tensor:
-        assert output.similarity is not None  # a cosine head sets it: the cosines, (rows, classes)
+        assert output.similarity is not None  # the cosine head's cosines, (rows, classes)
         cosine = output.similarity.float()
         own = cosine.gather(1, batch.labels[:, None])
         new = cosine[:, batch.n_old_classes :]

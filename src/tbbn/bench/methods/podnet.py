@@ -1,8 +1,8 @@
-"""PODNet (Douillard et al., 2020): distillation of the pooled outputs of every stage, several proxies per class.
+"""PODNet (Douillard et al., 2020): distillation of every stage's pooled outputs, and several proxies per class.
 
 L = NCA + sqrt(C_seen / C_new) [pod_flat * mean_n (1 - cos(f_n, f_n^old)) + pod_spatial * POD]. The classifier, its NCA loss and
-the second phase are in :mod:`tbbn.bench.methods.proxy`. Defaults are the authors' for CIFAR-100; for ImageNet they use
-pod_flat = 10, pod_spatial = 8.
+the second phase are in :mod:`tbbn.bench.methods.proxy`. The defaults are the authors' values for CIFAR-100; for ImageNet they
+use pod_flat = 10, pod_spatial = 8.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What PODNet and AFC share: several proxies per class, the NCA loss, and a phase that trains the classifier alone.
+"""The common base of PODNet and AFC: several proxies per class, the NCA loss, and a phase that trains only the classifier.
 
 The main phase trains the backbone, the scale eta and the new proxies with L = NCA + the method's own distillation. New proxies
 start at the k-means centres of their class's features, scaled to the mean length of the old proxies. From the second task on,
 a second phase trains the proxies of all classes on the class-balanced exemplars.
 
-Images are classified by the proxies, or with ``classifier = "nme"`` by the nearest mean of exemplars and of their mirror images.
-The authors' configurations for "nme" also fix the scale (``scale = 3``), and PODNet's has ``pod_spatial = 5``.
+Images are classified by the proxies, or with ``classifier = "nme"`` by the nearest mean of exemplars and their mirror images.
+The authors' configurations for "nme" also fix the scale (``scale = 3``); PODNet's sets ``pod_spatial = 5``.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class ProxyMethod(Method):
             epochs=self.finetune_epochs,
             lr=self.finetune_lr,
             schedule="constant",
-            keep="last",  # validation rows are of the current task only: they would choose the least balanced epoch
+            keep="last",  # validation rows belong to the current task only and would select the least balanced epoch
             uses_previous=False,
         )
         return main, finetune
 
     def parameters(self, network: Network, trainable: str) -> list[nn.Parameter]:
-        """As in the base class, but "head" means the proxies alone: the second phase does not train the scale eta."""
+        """As in the base class, but "head" means only the proxies: the second phase does not train the scale eta."""
         head = network.head
         assert isinstance(head, ProxyHead)
         if trainable == "head":
@@ -86,7 +86,7 @@ class ProxyMethod(Method):
         losses = self.finetune_loss(batch, output, previous)
         if previous is None:
             return losses
-        # More distillation the more classes are old, and the fewer are new.
+        # Distillation grows with the ratio of all classes to new ones.
         factor = math.sqrt(batch.n_classes / (batch.n_classes - batch.n_old_classes))
         return losses | {name: factor * term for name, term in self.distillation(output, previous).items()}
 

@@ -2,7 +2,7 @@
 
 L = mean_n CE_n + kd * sum_k T^2 KL(softmax(o_k^old / T) || softmax(o_k / T)). The softmax of CE_n runs over the new classes for
 a row of a new class, and over the old classes for a row of an old class. k runs over the heads of the past tasks; KL is a mean
-over all rows. The first task is plain cross-entropy.
+over all rows. The first task uses plain cross-entropy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The terms of losses: plain functions of tensors, each with its formula.
+"""Loss terms: plain functions of tensors, each with its formula.
 
-Softmax, logarithms and distances are computed in float32 whatever the network's precision. No shape depends on values and
-nothing in a training step waits for the device, so that a step can be captured as a CUDA graph.
+Softmax, logarithms and distances are computed in float32 whatever the network's precision. A training step has no
+data-dependent shapes and no host syncs, so that it can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def soft_cross_entropy(student: Tensor, teacher: Tensor, temperature: float) -> 
 
 
 def shared_distillation(logits: Tensor, labels: Tensor, old: Tensor, temperature: float) -> dict[str, Tensor]:
-    """(1 - l) CE + l KD, l = C_old / C_all; KD is the soft cross-entropy of the old classes' logits with the teacher's."""
+    """(1 - l) CE + l KD, l = C_old / C_all. KD is the soft cross-entropy of the old classes' logits with the teacher's."""
     share = old.shape[1] / logits.shape[1]
     kd = soft_cross_entropy(logits[:, : old.shape[1]], old, temperature)
     return {"ce": (1 - share) * cross_entropy(logits, labels), "kd": share * kd}
@@ -41,7 +41,7 @@ def soft_binary_cross_entropy(student: Tensor, teacher: Tensor, temperature: flo
     """mean_nc -[p log q + (1 - p) log(1 - q)] with p, q = softmax(teacher / T), softmax(student / T)."""
     log_q = (student.float() / temperature).log_softmax(1)
     p = (teacher.float() / temperature).softmax(1)
-    # The bound keeps value and gradient finite where q is 1, as in a head of one class.
+    # The clamp keeps value and gradient finite where q is 1, as in a head with one class.
     log_not_q = torch.log(-torch.expm1(log_q.clamp(max=-1e-7)))
     return -(p * log_q + (1 - p) * log_not_q).mean()
 
@@ -55,7 +55,7 @@ def over_heads(
 ) -> Tensor:
     """sum_k term(student_k, teacher_k, T) for a term that is a mean over rows; head k has the next ``sizes[k]`` columns.
 
-    Heads of equal size are the rows of one call: with ten heads a term of twenty launches would be two hundred.
+    Heads of equal size are stacked as rows of one call: called per head, a term of 20 launches takes 200 with ten heads.
     """
     classes = sum(sizes)
     student, teacher = student[:, :classes], teacher[:, :classes]
@@ -71,12 +71,12 @@ def cosine_distance(x: Tensor, y: Tensor) -> Tensor:
 
 
 def is_class(labels: Tensor, n_classes: int) -> Tensor:
-    """(N, classes): whether a column is its row's label."""
+    """Boolean (N, classes): whether the column is the row's label."""
     return labels[:, None] == torch.arange(n_classes, device=labels.device)
 
 
 def pod_spatial(stages: Sequence[Tensor], old_stages: Sequence[Tensor]) -> Tensor:
-    """Pooled outputs distillation of maps (N, C, H, W): mean over stages and rows of |p(x) / |p(x)| - p(y) / |p(y)||.
+    """Pooled outputs distillation of maps (N, C, H, W): the mean over stages and rows of |p(x) / |p(x)| - p(y) / |p(y)||.
 
     p(x) holds the sums of x^2 over the width and over the height, side by side: (N, C (H + W)).
     """
@@ -94,7 +94,7 @@ def _pooled(maps: Tensor) -> Tensor:
 def channel_distance(stages: Sequence[Tensor], old_stages: Sequence[Tensor], importance: Sequence[Tensor]) -> Tensor:
     """Mean over stages, rows and channels c of I_c |u(x)_c - u(y)_c|, with I (C,) the importance of a stage's channels.
 
-    u(x)_c is channel c of x^2, laid out over the pixels and of length 1.
+    u(x)_c is channel c of x^2, flattened over the pixels and scaled to length 1.
     """
     distances = []
     for x, y, weight in zip(stages, old_stages, importance, strict=True):
@@ -104,10 +104,10 @@ def channel_distance(stages: Sequence[Tensor], old_stages: Sequence[Tensor], imp
 
 
 def nca(logits: Tensor, labels: Tensor) -> Tensor:
-    """mean_n log(1 + sum_{c != y} exp s_c) - s_y with s = z - max_c z_c: 1 stands in for the label's own class.
+    """mean_n log(1 + sum_{c != y} exp s_c) - s_y with s = z - max_c z_c: 1 replaces exp s_y, the term of the label's class.
 
-    This is the form of the authors' code. The papers add a margin to the own class alone; then a negative scale eta would lower
-    the loss, and training does reach negative values.
+    This is the form of the authors' code. The papers add a margin to the label's class only; then a negative scale eta would
+    lower the loss, and training does reach negative values.
     """
     shifted = logits.float() - logits.float().amax(1, keepdim=True)
     own = is_class(labels, logits.shape[1])
@@ -115,7 +115,7 @@ def nca(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def class_means(values: Tensor, labels: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
-    """Means (n_classes, D) of the rows of `values` (N, D) by label, zero for a class without rows; and the counts."""
+    """The mean (n_classes, D) of the rows of `values` (N, D) for each label, zero for a class without rows; and the counts."""
     if not _has_float64(values.device):
         means, counts = class_means(values.cpu(), labels.cpu(), n_classes)
         return means.to(values.device), counts.float().to(values.device)
@@ -127,12 +127,12 @@ def class_means(values: Tensor, labels: Tensor, n_classes: int) -> tuple[Tensor,
 
 
 def _has_float64(device: torch.device) -> bool:
-    """Apple's GPUs have none, and Intel's not all."""
+    """Whether a device is known to support float64: Apple's GPUs do not, and not all of Intel's do."""
     return device.type in ("cpu", "cuda")
 
 
 def norm_ratio(old: Tensor, new: Tensor) -> Tensor:
-    """The mean length of the rows of `old` over that of `new`."""
+    """The mean length of the rows of `old`, divided by that of `new`."""
     return old.norm(dim=1).mean() / new.norm(dim=1).mean()
 
 
@@ -140,7 +140,7 @@ def norm_ratio(old: Tensor, new: Tensor) -> Tensor:
 def k_means(points: Tensor, n_centres: int, generator: torch.Generator, n_iterations: int = 50) -> Tensor:
     """Centres (n_centres, D) of points (N, D): k-means++ seeds, then Lloyd's iterations.
 
-    A centre without points stays where it is; with fewer distinct points than centres some coincide.
+    A centre without points does not move; with fewer distinct points than centres, some coincide.
     """
     if not _has_float64(points.device):
         return k_means(points.cpu(), n_centres, generator, n_iterations).to(points.device)

@@ -1,9 +1,9 @@
 """Weight aligning (Zhao et al., 2020): after training, rescale the weights of the new classes to the length of the old ones.
 
 L = (1 - l) CE + l * KD, l = C_old / C_all. KD is the cross-entropy of all old logits with the teacher's, at temperature T.
-Then w_new <- w_new * mean |w_old| / mean |w_new|; biases stay.
+Then w_new <- w_new * mean |w_old| / mean |w_new|; biases do not change.
 
-The rule is published for new weights that are longer than old ones, as they are after long training on few exemplars. After a
+The rule was published for new weights that are longer than old ones, as they are after long training on few exemplars. After
 short training they are shorter. Then the rule lengthens them, and past classes are predicted as new ones.
 """
 
