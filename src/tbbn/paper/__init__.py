@@ -1,6 +1,6 @@
-"""The paper's experiments as recipes, TOML files that ``tbbn run NAME`` takes by name, and its tables as they are printed.
+"""The paper's experiments as recipes (TOML files that ``tbbn run NAME`` takes by name), and its tables as printed.
 
-Needs no torch: every command asks for the names.
+Does not import torch, because every command needs the names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tbbn.errors import unknown_name
 
 
 def recipes() -> dict[str, Path]:
-    """Recipe files by name; ``tbbn run NAME`` runs one."""
+    """The recipe files by name; ``tbbn run NAME`` runs one."""
     folder = Path(str(resources.files(__name__))) / "recipes"
     return {file.stem: file for file in sorted(folder.glob("*.toml"))}
 
@@ -27,12 +27,12 @@ def describe(recipe: Path) -> str:
 
 
 def is_recipe(name: str) -> bool:
-    """Whether this names a recipe of the paper, or a file that may be a recipe."""
+    """Whether this is the name of a recipe of the paper, or of a file that may be a recipe."""
     return name in recipes() or name.endswith(".toml") or (Path(name).exists() and not Path(name).is_dir())
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe, given by its name or as a TOML file."""
+    """The file of a recipe, which is given by name or as a TOML file."""
     if not is_recipe(name) and not Path(name).is_dir():
         raise unknown_name("recipe", name, recipes())
     return recipes().get(name, Path(name))

@@ -14,18 +14,18 @@ from tbbn.bench.runs.record import RECORD, load_or_restore
 from tbbn.bench.runs.state import SMALL
 from tbbn.bench.speed import step_seconds
 
-_ROWS = 64  # of the step that is timed
+_ROWS = 64  # batch size of the timed step
 
 
 def effort(runs: Sequence[PendingRun], *, measure: bool = True) -> str:
-    """A sentence on the steps, the hours and the disk space of these runs; a network's size is judged by the first's.
+    """A sentence on the steps, hours and disk space that these runs need. Disk space assumes the first run's network for all.
 
-    Tasks that a run has learnt are not counted; what it did of the next one is.
-    Hours are those of the main phase, one run after another, from the time of a step of 64 rows measured here in a few seconds
-    for each network; methods with a teacher or more phases take longer, runs in parallel on a GPU less.
+    Tasks that a run has finished are not counted; a task that it has only begun is counted in full.
+    The hours are for the main phase, one run after another, estimated from a step of 64 rows that is timed here in a few seconds
+    for each network. Methods with a teacher or more phases take longer; runs in parallel on a GPU take less.
     """
     config = runs[0].config
-    # Seeds and norms change no steps.
+    # Seeds and norms do not change the number of steps.
     first = {run.config.method: run.config for run in reversed(runs)}
     tasks = {method: forecast(some).tasks for method, some in first.items()}
     learnt = [_tasks_learnt(run) for run in runs]

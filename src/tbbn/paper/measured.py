@@ -1,4 +1,4 @@
-"""Our own results on the real CIFAR-100, as accuracy matrices (``measured.json``, made from ``results/`` by ``make results``)."""
+"""Our own results on real CIFAR-100 as accuracy matrices (``measured.json``, made from ``results/`` by ``make results``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DIFFERENCE = "tbbn - bn: mean difference on the same seeds, in points, and its 9
 
 @dataclass(frozen=True)
 class Paired:
-    """A number of two norms on the same seeds, in percent, and what TBBN gains over batch norm.
+    """One number for batch norm and TBBN on the same seeds, in percent, and TBBN's gain.
 
     >>> print(Paired([50.0, 50.0], [60.0, 70.0]), Paired([50.0], [60.0]))
     +15.0 [-48.5, 78.5] +10.0
@@ -44,7 +44,7 @@ class Paired:
 
     @property
     def gains(self) -> list[float]:
-        """For each seed."""
+        """The gain for each seed."""
         return [b - a for a, b in zip(self.bn, self.tbbn, strict=True)]
 
     @property
@@ -63,28 +63,28 @@ class Paired:
 
 @dataclass(frozen=True)
 class Measured:
-    """Runs that differ in method, norm and seed only, and in the epoch that a method keeps."""
+    """Runs that differ only in method, norm and seed, and in which epoch a method keeps."""
 
     name: str
     protocol: str
-    source: str  # where the whole records are
+    source: str  # the place of the complete records
     runs: dict[Key, Matrix]
     task_known: dict[Key, float]  # final accuracy if the task is known
-    kept: dict[str, str]  # the epoch that was kept, best or last, by method
+    kept: dict[str, str]  # the epoch that was kept, "best" or "last", by method
 
     @property
     def methods(self) -> list[str]:
-        """Those that have both norms on a seed."""
+        """The methods that ran with both norms on at least one seed."""
         return [method for method in dict.fromkeys(method for method, _, _ in self.runs) if self.seeds(method)]
 
     def title(self, method: str) -> str:
-        """The protocol, and the epoch that was kept where another one than the protocol's."""
+        """The protocol, and which epoch was kept if that is not the protocol's choice."""
         layer = {"protocol": self.protocol, "data": "cifar100", "method": method}
         kept = self.kept[method]
         return self.protocol if kept == resolve(layer).train.keep else f"{self.protocol}, {kept} epoch"
 
     def seeds(self, method: str) -> list[int]:
-        """Seeds that both norms have."""
+        """The seeds that both norms ran with."""
         return sorted(
             seed for m, norm, seed in self.runs if (m, norm) == (method, "tbbn") and (m, "bn", seed) in self.runs
         )
@@ -124,7 +124,7 @@ def measured() -> dict[str, Measured]:
 
 
 def gains_by_task(experiment: Measured, method: str = "ft") -> Table:
-    """How much TBBN gains over batch norm after each task, on the same seeds."""
+    """TBBN's gain over batch norm after each task, on the same seeds."""
     seeds = experiment.seeds(method)
     tasks = len(next(iter(experiment.runs.values())))
     rows = []
@@ -137,7 +137,7 @@ def gains_by_task(experiment: Measured, method: str = "ft") -> Table:
 
 
 def gains(experiments: Mapping[str, Measured], metrics: Sequence[str]) -> Table:
-    """TBBN against batch norm on the same seeds, a row for each experiment and method."""
+    """TBBN against batch norm on the same seeds, one row per experiment and method."""
     rows = []
     for experiment in experiments.values():
         for method in experiment.methods:
@@ -153,13 +153,13 @@ def gains(experiments: Mapping[str, Measured], metrics: Sequence[str]) -> Table:
 
 
 def printed_gain(method: str, metric: str) -> float:
-    """What TBBN gains over batch norm in the paper's Table 2."""
+    """TBBN's gain over batch norm in the paper's Table 2."""
     printed, at = find_tables("table2", "cifar100")[0].rows, list(METRICS).index(metric)
     return printed[method, "tbbn"][at] - printed[method, "bn"][at]
 
 
 def gains_beside_paper(experiments: Sequence[Measured]) -> Table:
-    """What TBBN gains with each method, here and in the paper's Table 2."""
+    """TBBN's gain with each method, here and in the paper's Table 2."""
     rows = []
     for experiment in experiments:
         for method in experiment.methods:

@@ -1,9 +1,9 @@
-"""The paper's oracle experiment: what fine-tuning would gain if its batch norms knew all data of all tasks.
+"""The paper's oracle experiment: how much fine-tuning would gain if its batch norms had seen the data of all tasks.
 
-Four procedures, after the last task: *joint* trains on all data; *ft* is fine-tuning; *update mu, sigma* gives the fine-tuned
-network new running statistics from all training data; *update mu, sigma, gamma, beta* also trains the affine parameters of its
-norms on them, everything else frozen. The paper gives neither epochs nor learning rate of the last one: here they are those of
-the run. New statistics are cumulative averages over one epoch.
+It compares four procedures after the last task. *joint* trains on all data; *ft* is fine-tuning; *update mu, sigma* recomputes
+the running statistics of the fine-tuned network from all training data; *update mu, sigma, gamma, beta* also trains the affine
+parameters of its norms on that data, with everything else frozen. The paper gives neither the epochs nor the learning rate of the
+last one; here they are those of the run. New statistics are cumulative averages over one epoch.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PROCEDURES = ("joint", "ft", "update mu, sigma", "update mu, sigma, gamma, beta")
-DATA = {"cifar100": "CIFAR-100, ResNet-32", "imagenet100": "ImageNet-100, ResNet-18"}  # the paper's: ImageNet-100
+DATA = {"cifar100": "CIFAR-100, ResNet-32", "imagenet100": "ImageNet-100, ResNet-18"}  # the paper uses ImageNet-100
 Watch = Callable[[str], None]
-Accuracies = dict[str, list[float]]  # of each task after the last one, by procedure
+Accuracies = dict[str, list[float]]  # by procedure: the accuracy on each task after the last task
 
 
 def oracle_table(data: str | None) -> PaperTable:
-    """The runs that the experiment needs, as a table without printed numbers: the paper has a bar chart."""
+    """The runs that the experiment needs, as a table without printed numbers: the paper shows a bar chart."""
     name = data or next(iter(DATA))
     if name not in DATA:
         raise UserError(f"fig-oracle: there are recipes for {' and '.join(DATA)}, not for {name!r}; set --data.name.")
@@ -58,13 +58,13 @@ def oracle_table(data: str | None) -> PaperTable:
 
 
 def title(folder: Path) -> str:
-    """What the experiment is about, from one of its runs."""
+    """The title of the experiment, from one of its runs."""
     config = load_record(folder).run_config
     return f"{stamp([config])}Oracle experiment: {config.norm}, {config.data.name}, {config.backbone}, {config.data.tasks} tasks"
 
 
 def pairs(folders: Iterable[Path]) -> dict[int, tuple[Path, Path]]:
-    """The folders of fine-tuning and of joint training, by seed. Both have the same settings but for the method."""
+    """The folders of fine-tuning and joint training, by seed. Their settings differ only in the method."""
     found: dict[RunConfig, dict[tuple[str, int], Path]] = {}
     for folder in folders:
         record = load_record(folder)
@@ -90,10 +90,10 @@ def pairs(folders: Iterable[Path]) -> dict[int, tuple[Path, Path]]:
 def outcome(
     fine_tuned: Path, joint: Path, out: Path, watch: Watch = lambda where: None, root: str | None = None
 ) -> Accuracies:
-    """What :func:`oracle` gives, from ``out`` if it was computed before for the same networks, and else kept there."""
+    """The result of :func:`oracle`, cached under ``out`` for each pair of networks."""
     networks = [load_record(folder).weights[-1] for folder in (fine_tuned, joint)]
     path = out / "fig-oracle" / f"{networks[0][:16]}-{networks[1][:16]}.json"
-    with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: it is computed again
+    with suppress(OSError, ValueError, TypeError, KeyError):  # missing or damaged: compute it again
         found = json.loads(path.read_text())
         if found["networks"] == networks and set(found["accuracy"]) == set(PROCEDURES):
             return dict(found["accuracy"])
@@ -106,14 +106,14 @@ def outcome(
 def oracle(fine_tuned: Path, joint: Path, watch: Watch = lambda where: None, root: str | None = None) -> Accuracies:
     """The accuracies of the four procedures. Both folders hold a finished run with its last network.
 
-    ``watch`` is told what comes next, before every epoch; it may raise to end the experiment. ``root`` is where the
-    data sets lie here, if not where they lay.
+    ``watch`` is called before the new statistics and before every epoch with a description; it may raise to end the experiment.
+    ``root`` is the folder of the data sets, if they have moved since the runs.
     """
     watch("new statistics from all training data")
     run = run_after(joint, root=root)
     task = run.scenario.tasks[-1]
     found = {"joint": run.record.accuracy[-1], "ft": load_record(fine_tuned).accuracy[-1]}
-    context = run.context(task)  # of joint training: its batches are drawn from all data
+    context = run.context(task)  # joint training draws its batches from all data
     with torch_settings(run.config, run.device):
         run.network.load_state_dict(run_after(fine_tuned, root=root).network.state_dict())
         refresh_statistics(context)
@@ -130,12 +130,12 @@ def norms_of(network: nn.Module) -> list[AnyBatchNorm]:
 
 @torch.no_grad()
 def refresh_statistics(context: EngineTaskContext) -> None:
-    """Replace the running statistics of the network by averages over one epoch of all data."""
+    """Replace the network's running statistics with averages over one epoch of all data."""
     layers = norms_of(context.network)
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.reset_running_stats()
-        layer.momentum = None  # a cumulative average
+        layer.momentum = None  # cumulative average
     context.network.train()
     for batch in context.batches("oracle statistics"):
         _forward(context, batch)
@@ -145,7 +145,7 @@ def refresh_statistics(context: EngineTaskContext) -> None:
 
 
 def retrain_affine(context: EngineTaskContext, settings: PhaseSettings, watch: Watch = lambda where: None) -> None:
-    """Train the affine parameters of the norms on all data; every other parameter stays."""
+    """Train the affine parameters of the norms on all data, with every other parameter frozen."""
     network = context.network
     affine = [parameter for layer in norms_of(network) for parameter in (layer.weight, layer.bias)]
     network.requires_grad_(False)
@@ -174,7 +174,7 @@ def _accuracy(run: Run) -> list[float]:
 
 
 def accuracy_table(seeds: Sequence[Accuracies], title: str) -> Table:
-    """A row for each procedure: the accuracy on every task after the last one, and their mean."""
+    """One row per procedure: the accuracy on every task after the last one, and the mean."""
     tasks = range(len(seeds[0]["ft"]))
     rows = []
     for name in PROCEDURES:
@@ -189,7 +189,7 @@ def accuracy_table(seeds: Sequence[Accuracies], title: str) -> Table:
 
 
 def figure(seeds: Sequence[Accuracies], title: str) -> Figure:
-    """Accuracy on every task after the last one, and its mean; a bar for each procedure."""
+    """Bar chart of the accuracy on every task after the last one, and the mean; one bar per procedure."""
     picture = new_figure(9.0, 3.6)
     axes = picture.subplots()
     tasks = len(seeds[0]["ft"])

@@ -29,20 +29,20 @@ METRICS = {
     "A_a^w": "weighted_average_accuracy",
     "A_f task-IL": "task_il_final_accuracy",
 }
-# Settings that make a run one of a table's row. Runs that differ in others have rows of their own.
+# Settings in which a run must agree with a table's row to belong to it. Runs that differ in other settings get separate rows.
 _IDENTITY = (
     "protocol", "backbone", "method.", "norm.", "data.name", "data.tasks", "data.base_classes", "data.online",
     "train.epochs", "train.scale", "train.keep",
 )  # fmt: skip
 _SEEDS = ("seed", "data.class_order_seed")
-_FIRST = 2  # columns before the first number's three: the paper's, ours, the difference
+_FIRST = 2  # columns before the first metric's three: the paper's, ours, the difference
 _OURS = " (ours)"  # a row that the paper does not have
 Key = tuple[str, str]  # a row's method and norm
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table of the paper for one data set and network, and the recipe that repeats it."""
+    """A table of the paper for one data set and network, and the recipe that reproduces it."""
 
     name: str
     data: str
@@ -51,20 +51,20 @@ class PaperTable:
     rows: dict[Key, tuple[float, ...]]
     notes: tuple[str, ...] = ()
     backbone: str = ""
-    cost: dict[str, Any] = field(default_factory=dict)  # the device, and by norm what training and testing take
+    cost: dict[str, Any] = field(default_factory=dict)  # the device, and each norm's memory and time
 
     @property
     def recipe(self) -> str:
         return f"{self.name}-{self.data}"
 
     def layers(self) -> tuple[list[Layer], Axes]:
-        """The settings and the axes of the runs that repeat the table."""
+        """The settings and the axes of the runs that reproduce the table."""
         path = find_recipe(self.recipe)
         values, axes = read_recipe(path)
         return [(str(path), values), (self.title, {"backbone": self.backbone} if self.backbone else {})], axes
 
     def cost_notes(self) -> Iterator[str]:
-        """What the paper's norms cost, and beside batch norm."""
+        """The cost of each norm in the paper, also relative to batch norm."""
         base = self.cost.get("bn", {})
         for norm, cost in self.cost.items():
             if isinstance(cost, dict):
@@ -76,7 +76,7 @@ class PaperTable:
                 )
 
     def impossible(self) -> Iterator[str]:
-        """Rows whose numbers contradict each other: under both definitions F is at least A_l - A_f."""
+        """Rows whose numbers contradict each other: under both definitions, F is at least A_l - A_f."""
         if {"A_f", "F", "A_l"} <= set(self.columns):
             for (method, norm), row in self.rows.items():
                 value = dict(zip(self.columns, row, strict=True))
@@ -100,7 +100,7 @@ def _table(entry: dict[str, Any]) -> PaperTable:
 
 
 def find_tables(name: str, data: str | None = None) -> list[PaperTable]:
-    """The tables of this name for one data set (default: the first the paper has), one for each network."""
+    """The tables with this name for one data set (by default the paper's first), one for each network."""
     named = [table for table in paper_tables() if table.name == name]
     if not named:
         raise unknown_name("table", name, table_names())
@@ -111,7 +111,7 @@ def find_tables(name: str, data: str | None = None) -> list[PaperTable]:
 
 
 def beside(records: Sequence[Record]) -> list[Table]:
-    """The tables of the paper of which these records repeat a row, each with the rows that there are records of."""
+    """The paper's tables with at least one row that these records reproduce, with only the rows that have records."""
     names = {record.run_config.data.name for record in records}
     tables = []
     for table in paper_tables():
@@ -130,11 +130,11 @@ def compare(
     rows: Sequence[Key] | None = None,
     missing: bool = True,
 ) -> Table:
-    """The paper's table: for each number the paper's, ours (mean ± standard deviation), and the difference.
+    """The paper's table with three columns per metric: the paper's value, ours (mean ± standard deviation), the difference.
 
-    Ours are the finished runs of the table's recipe, with ``settings`` over it; runs that differ in their seeds alone are a row.
+    Ours are the finished runs of the table's recipe with ``settings`` applied; runs that differ only in their seeds form a row.
     With three seeds or more, a difference within two standard errors of our mean is marked "=". Rows that the paper does not
-    have are "ours". Only ``rows`` are shown, if given; without ``missing``, none that has no run.
+    have are marked "(ours)". If ``rows`` is given, only these are shown; ``missing=False`` omits rows without runs.
     """
     recipe, records = _recipe(table), _of_seeds(records, settings)
     found = members(table, records, settings, rows=rows)
@@ -161,7 +161,7 @@ def compare(
     shown = [" + ".join(key) for key, of_row in found.items() if of_row or missing]
     known = {" + ".join(key) for key in recipe}
     about = [*table.notes, *table.cost_notes(), *table.impossible()]
-    # A note about a row stands under a table that shows it.
+    # A note about a row is shown only if the table shows that row.
     notes = [note for note in about if (row := note.partition(":")[0]) not in known or row in shown]
     notes += [FORMULAS[METRICS[column]] for column in table.columns]
     notes.append(
@@ -185,7 +185,7 @@ def compare(
 
 
 def _bold(lines: Sequence[tuple[str, Group | None]], metrics: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """The cells with the best of our means among the rows of a method; ``lines`` has the method and the runs of each row."""
+    """The cells with the best of our means among the rows of a method; ``lines`` has each row's method and runs."""
     for method in dict.fromkeys(method for method, _ in lines):
         block = [(i, group) for i, (name, group) in enumerate(lines) if name == method and group is not None]
         for row, metric in best_means([group for _, group in block], metrics):
@@ -195,9 +195,9 @@ def _bold(lines: Sequence[tuple[str, Group | None]], metrics: Sequence[str]) -> 
 def members(
     table: PaperTable, records: Sequence[Record], settings: Values | None = None, *, rows: Sequence[Key] | None = None
 ) -> dict[Key, list[Group]]:
-    """The groups of finished runs that belong to each row of the table, those of the recipe's settings first.
+    """The groups of finished runs that belong to each row of the table, those closest to the recipe's settings first.
 
-    A run belongs to a row if it agrees with it in what makes the row, and in every one of ``settings``.
+    A run belongs to a row if it has the row's value for every setting in ``_IDENTITY`` and in ``settings``.
     """
     recipe = _recipe(table)
     finished = groups([record for record in _of_seeds(records, settings) if record.status == "finished"])
@@ -212,14 +212,14 @@ def members(
 
 
 def _of_seeds(records: Sequence[Record], settings: Values | None) -> list[Record]:
-    """The records with the seeds that ``settings`` ask for; groups of runs do not know them."""
+    """The records with the seeds in ``settings``. Filtered here because groups of runs no longer have them."""
     asked = {name: value for name, value in (settings or {}).items() if name in _SEEDS}
     trees = [(record, flatten(to_dict(record.run_config))) for record in records]
     return [record for record, tree in trees if all(tree[name] == value for name, value in asked.items())]
 
 
 def has_settings(table: PaperTable, record: Record, settings: Values) -> bool:
-    """Whether a run has every one of these settings, given over the table's recipe, whatever its others are."""
+    """Whether a run has all of these settings, applied to the table's recipe, whatever its other settings are."""
     wanted = _tree(_config([*table.layers()[0], ("settings", settings)], *row_keys(table)[0]))
     own = _tree(record.run_config)
     asked = [name for name in settings if name not in _SEEDS]
@@ -227,12 +227,12 @@ def has_settings(table: PaperTable, record: Record, settings: Values) -> bool:
 
 
 def row_keys(table: PaperTable) -> list[Key]:
-    """The table's rows: the paper's, then those that only the recipe has."""
+    """The table's rows: the paper's, then those found only in the recipe."""
     return list(_recipe(table))
 
 
 def _recipe(table: PaperTable) -> dict[Key, RunConfig]:
-    """The config of each row: the paper's rows, then those that only the recipe has."""
+    """The config of each row: the paper's rows, then those found only in the recipe."""
     layers, axes = table.layers()
     more = [(method, norm) for method in axes.methods or ("ft",) for norm in axes.norms or ("bn",)]
     return {key: _config(layers, *key) for key in dict.fromkeys([*table.rows, *more])}
@@ -247,25 +247,25 @@ def _tree(config: RunConfig) -> dict[str, Any]:
 
 
 def with_recipe(table: PaperTable, found: dict[Key, list[Group]]) -> list[tuple[RunConfig, RunConfig]]:
-    """For each group of runs the config of its row in the recipe, and its own."""
+    """For each group of runs, the recipe's config for its row and the group's own config."""
     recipe = _recipe(table)
     return [(recipe[key], group.config) for key, of_row in found.items() for group in of_row]
 
 
 def _departures(recipe: RunConfig, own: RunConfig) -> list[tuple[str, str]]:
-    """Settings of a run that are not the recipe's, and their values."""
+    """Settings in which a run differs from the recipe, with the run's values."""
     expected = _tree(recipe)
     return [(name, str(value)) for name, value in _tree(own).items() if expected.get(name) != value]
 
 
 def _common_departures(pairs: Iterable[tuple[RunConfig, RunConfig]]) -> set[tuple[str, str]]:
-    """Settings that are not the recipe's in any of these runs, and the value that they all have."""
+    """Settings in which all of these runs differ from the recipe in the same way, with their common value."""
     departures = [set(_departures(*pair)) for pair in pairs]
     return set.intersection(*departures) if departures else set()
 
 
 def departures_note(pairs: Iterable[tuple[RunConfig, RunConfig]]) -> list[str]:
-    """In which settings all of these runs depart from the recipe; nothing if there are none."""
+    """A note on the settings in which all of these runs differ from the recipe; empty if there are none."""
     common = _common_departures(pairs)
     return [f"Not as in the recipe: {'; '.join(f'{name} = {value}' for name, value in sorted(common))}."] * bool(common)
 
@@ -288,6 +288,6 @@ def _cells(paper: float | None, ours: Sequence[float]) -> list[str]:
     text = f"{mean:.1f} ± {spread:.1f}"
     if paper is None:
         return [printed, text, "-"]
-    # The spread of two seeds says next to nothing.
+    # The standard deviation of two seeds is next to meaningless.
     within = len(ours) > 2 and abs(mean - paper) <= 2 * spread / sqrt(len(ours))
     return [printed, text, signed(mean - paper) + (" =" if within else "")]

@@ -1,10 +1,10 @@
-"""The paper's toy figure: what batch norm, continual norm and TBBN hold for the statistics of four tasks.
+"""The paper's toy figure: how batch norm, continual norm and TBBN estimate the statistics of four tasks.
 
-Four tasks are four 2-d Gaussians, repeated to 20 channels. Training batches are those of replay in task 4: 48 rows of task 4 and
-16 rows of tasks 1 to 3. The test set holds every task in equal parts, and so does the population that a norm should describe.
+The four tasks are four 2-d Gaussians, repeated to 20 channels. Training batches are those of replay in task 4: 48 rows of task 4
+and 16 rows of tasks 1 to 3. The test set, and the population that a norm should describe, contain every task in equal parts.
 Nothing is learnt here: the layers only see batches and update their running statistics. The paper does not give the Gaussians,
-the batch or the groups; these are our choice. Batch norm's statistics are those of the batch, 3/4 task 4; TBBN's give task 4 the
-weight that r* = 8 allows, 0.27.
+the batch size or the groups; these are our choice. Batch norm's statistics are those of the batch, 3/4 task 4; TBBN's give task 4
+the weight that r* = 8 allows, 0.27.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 MEANS = torch.tensor([[-4.0, -2.0], [0.0, 3.0], [4.0, -2.0], [9.0, 7.0]])  # of tasks 1 to 4
 SPREADS = torch.tensor([[1.0, 0.6], [0.8, 1.0], [0.7, 0.9], [1.6, 1.8]])
-COPIES = 10  # of the two dimensions: 20 channels
+COPIES = 10  # repeats of the two dimensions: 20 channels
 CURRENT, MEMORY = 48, 16
 GROUPS = 4  # of continual norm
-STEPS, TEST_ROWS = 400, 200  # test rows of each task
+STEPS, TEST_ROWS = 400, 200  # test rows per task
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def population() -> tuple[Tensor, Tensor]:
 
 
 def toy() -> list[Outcome]:
-    """Batch norm, continual norm and TBBN on the toy data; a second on a CPU."""
+    """Train batch norm, continual norm and TBBN on the toy data; takes a second on a CPU."""
     generator = torch.Generator().manual_seed(0)
     channels = 2 * COPIES
     norms = {
@@ -79,7 +79,7 @@ def toy() -> list[Outcome]:
     rows = draw(test, generator)
     outcomes = []
     for name, layer in norms.items():
-        # Averaged over the second half of the training: a running statistic of momentum 0.1 is itself a noisy one.
+        # Averaged over the second half of the training: with momentum 0.1 a running statistic is noisy.
         layer.running_mean, layer.running_var = torch.stack(means[name]).mean(0), torch.stack(variances[name]).mean(0)
         wanted_mean, wanted_var = population()
         if name == "continual norm":  # its batch norm sees the output of a group norm: compare with that population
@@ -93,7 +93,7 @@ def toy() -> list[Outcome]:
 
 
 def figure(outcomes: list[Outcome]) -> Figure:
-    """The test rows as each norm sees them, one panel a norm; the cross marks where a balanced mean would be."""
+    """The test rows as each norm outputs them, one panel per norm; the cross marks their mean."""
     picture = new_figure(3.2 * len(outcomes), 3.4)
     for axes, outcome in zip(
         picture.subplots(1, len(outcomes), sharex=True, sharey=True, squeeze=False)[0], outcomes, strict=True
