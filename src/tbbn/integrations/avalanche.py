@@ -1,11 +1,11 @@
-"""Avalanche: a plugin that tells the layers what each training batch is made of.
+"""Avalanche: a plugin that tells the layers which rows of each training batch are current and which are memory.
 
 >>> model = tbbn.convert(model)                                                            # doctest: +SKIP
 >>> strategy = Replay(model=model, optimizer=optimizer, plugins=[BalancePlugin()], ...)    # doctest: +SKIP
 
-It reads the labels of the batch, not its order: strategies put memory rows first, last or in between, and a buffer may also hold
+It uses the labels of the batch, not its order: strategies put memory rows first, last or in between, and a buffer may also hold
 rows of the current experience. It works with every strategy that forwards its batch as ``strategy.mb_x`` (Naive, Replay, DER,
-iCaRL, LwF, EWC) and with ER-ACE, which forwards the replayed rows on their own: the plugin forwards both as one batch, because
+iCaRL, LwF, EWC) and with ER-ACE, which forwards the replayed rows separately: the plugin forwards both as one batch, because
 rows that are never in the same batch cannot be balanced.
 """
 
@@ -26,14 +26,14 @@ class BalancePlugin(SupervisedPlugin):
     """Runs the training forward of a strategy inside :func:`tbbn.balance`.
 
     A row is current if its class (and its task label) belongs to the current experience. ``past_tasks`` is the number of
-    experiences trained before; all parts of an online stream that come from one experience count once.
+    experiences trained before; all parts of an online stream from the same experience count as one.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._classes: dict[int, set[int]] = {}  # of every experience so far, by its number in the stream
-        self._tasks: dict[int, set[int]] = {}  # its task labels
-        self._replayed: Tensor | None = None  # the output for the rows that the strategy will forward on their own
+        self._classes: dict[int, set[int]] = {}  # classes of every experience so far, by its number in the stream
+        self._tasks: dict[int, set[int]] = {}  # task labels of every experience so far
+        self._replayed: Tensor | None = None  # the output for the rows that the strategy will forward separately
 
     def before_training_exp(self, strategy: Any, **kwargs: Any) -> None:
         experience = _origin(strategy.experience)
@@ -50,8 +50,8 @@ class BalancePlugin(SupervisedPlugin):
         self._classes[number], self._tasks[number] = classes, tasks
 
     def before_training_iteration(self, strategy: Any, **kwargs: Any) -> None:
-        # Around the forward itself, not between before_forward and after_forward: some strategies add the memory rows in between,
-        # and other plugins forward the model there with rows of their own.
+        # Wraps the forward itself instead of the time from before_forward to after_forward: some strategies add the memory rows
+        # in between, and other plugins forward their own rows there.
         self._restore(strategy)
         inner = strategy.model.forward
 
@@ -79,10 +79,10 @@ class BalancePlugin(SupervisedPlugin):
         if self._replayed is not None and x is strategy.mb_buffer_x:
             output, self._replayed = self._replayed, None
             return output
-        return inner(x, *args, **kwargs)  # rows of another plugin, of which nothing is known: batch norm
+        return inner(x, *args, **kwargs)  # another plugin's rows, whose tasks are unknown: batch norm
 
     def _forward_both(self, strategy: Any, inner: Callable[..., Any], x: Tensor, *tasks: Tensor) -> Tensor:
-        """The batch and the replayed rows in one forward; the output for the latter waits for the strategy's own call."""
+        """Run the batch and the replayed rows in one forward. The output for the latter is kept until the strategy asks."""
         task_ids = torch.cat([strategy.mb_task_id, strategy.mb_buffer_tid])
         with self._balance(strategy, torch.cat([strategy.mb_y, strategy.mb_buffer_y]), task_ids):
             output = inner(torch.cat([x, strategy.mb_buffer_x]), *(task_ids for _ in tasks))
@@ -100,7 +100,7 @@ class BalancePlugin(SupervisedPlugin):
 
 
 def _origin(experience: Any) -> Any:
-    """The experience of which an online stream gives a part."""
+    """The experience that this part of an online stream comes from."""
     return getattr(experience, "origin_experience", experience)
 
 

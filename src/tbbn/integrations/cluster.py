@@ -1,11 +1,11 @@
-"""Many runs on many machines: what all clusters share.
+"""Distribute runs over the machines of a cluster. This part is common to all clusters.
 
-The machines share a file system, which holds the folders of the runs. Runs go out in bundles: one process does a bundle, its runs
-in lanes on one GPU. A worker does what ``tbbn sweep`` does on one machine, so the records are the same: it skips finished runs
-and resumes others from their checkpoint. A bundle whose worker is lost, or whose run failed, is sent out again.
+The machines share a file system, which holds the folders of the runs. Runs are submitted in bundles: one process does a bundle,
+its runs in lanes on one GPU. A worker does what ``tbbn sweep`` does on one machine, so the records are the same: it skips
+finished runs and resumes others from their checkpoint. Runs that failed or whose worker was lost are submitted again.
 
-Workers and the driver talk through files in a folder beside the runs, the :class:`Board`. Workers write events, which the driver
-shows as progress. The driver writes a file that asks the workers to stop.
+Workers and the driver communicate through files in a folder beside the runs, the :class:`Board`. Workers write events, which the
+driver shows as progress. The driver creates a file to ask the workers to stop.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from tbbn.errors import UserError
 from tbbn.plugins import failure
 
 BOARD = ".board"  # the folder of the board, beside the runs
-ATTEMPTS = 3  # at a run whose worker is lost, or that fails
-_TALK = 0.5  # seconds between two messages of a run, and between two looks at whether to stop
+ATTEMPTS = 3  # at a run that fails or whose worker is lost
+_TALK = 0.5  # seconds between step messages of a run, and between checks for the stop file
 _PATIENCE = 60.0  # seconds to wait for a folder that a dying worker still holds
 
 
 class Job(Protocol):
-    """A bundle at work somewhere."""
+    """A submitted bundle."""
 
     def done(self) -> bool: ...
 
     def result(self) -> str:
-        """What :func:`work` returned; raises if the worker is lost."""
+        """The return value of :func:`work`; raises if the worker was lost."""
 
     def drop(self) -> None:
-        """Do not start the bundle, if it has not started yet."""
+        """Cancel the bundle if it has not started yet."""
 
 
 class Cluster(Protocol):
-    """Where bundles are sent."""
+    """The cluster that bundles are submitted to."""
 
     @property
     def gpus(self) -> int | None:
-        """How many there are; None: there are some, but it is not known how many."""
+        """The number of GPUs; None if there are some but their number is unknown."""
         ...
 
     def submit(self, bundle: Bundle) -> Job: ...
@@ -68,14 +68,14 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Bundle:
-    """Runs for one worker, and what the worker must know."""
+    """The runs for one worker, and everything that the worker needs to know."""
 
     runs: tuple[PendingRun, ...]
-    numbers: tuple[int, ...]  # of the runs, on the board
+    numbers: tuple[int, ...]  # of the runs on the board
     lanes: int | None
     board: Path
-    home: Path  # the driver's working folder: data and plugins may have relative paths
-    threads: int  # of the driver: sums depend on it
+    home: Path  # the driver's working folder: paths of data and plugins may be relative
+    threads: int  # the driver's number of threads: sums depend on it
     on_gpu: bool
     log: Sequence[str] = DEFAULT  # loggers
 
@@ -86,10 +86,10 @@ class Bundle:
 
 @dataclass
 class Board:
-    """Messages in files: one file for each worker process, a line for each message."""
+    """Messages in files: one file per worker process, one line per message."""
 
     folder: Path
-    read: dict[Path, int] = field(default_factory=dict)  # bytes of each file
+    read: dict[Path, int] = field(default_factory=dict)  # bytes read so far of each file
 
     @property
     def _stop(self) -> Path:
@@ -102,17 +102,17 @@ class Board:
         return self._stop.exists()
 
     def write(self, number: int, event: Event | str) -> None:
-        """Tell what happened in a run: an event, or "start" or "end"."""
+        """Report on a run: an event, or "start" or "end"."""
         kind, fields = (event, {}) if isinstance(event, str) else (type(event).__name__, asdict(event))
         with (self.folder / f"{os.uname().nodename}-{os.getpid()}").open("a") as file:
             file.write(json.dumps([number, kind, fields]) + "\n")
 
     def news(self) -> Iterator[tuple[int, Event | str]]:
-        """What was written since the last call."""
+        """The messages written since the last call."""
         for file in sorted(self.folder.glob("*-*")):
             with file.open("rb") as content:
                 content.seek(self.read.get(file, 0))
-                lines = content.read().split(b"\n")[:-1]  # the last is empty, or not whole yet
+                lines = content.read().split(b"\n")[:-1]  # the last one is empty or not complete yet
             self.read[file] = self.read.get(file, 0) + sum(len(line) + 1 for line in lines)
             for line in lines:
                 number, kind, fields = json.loads(line)
@@ -127,7 +127,7 @@ def _event(kind: str, fields: dict[str, Any]) -> Event | str:
 
 
 class _Reporter:
-    """Writes a worker's events on the board: every epoch and task, and a step now and then. Reads whether to stop."""
+    """Writes a worker's events to the board: every epoch and task, and a step now and then. Also checks for a stop."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.board, self.number = Board(bundle.board), dict(zip(bundle.runs, bundle.numbers, strict=True))
@@ -155,7 +155,7 @@ class _Reporter:
 
 
 def work(bundle: Bundle) -> str:
-    """Do the runs of a bundle, in a worker. Returns a user's mistake, or nothing; the rest is in the records."""
+    """Do the runs of a bundle, in a worker. Returns the message of a user's mistake, or ""; all else is in the records."""
     report, gives_up = _Reporter(bundle), time.monotonic() + _PATIENCE
     with suppress(OSError):
         os.chdir(bundle.home)
@@ -172,7 +172,7 @@ def work(bundle: Bundle) -> str:
                     stop=lambda: asked() or report.stop(),
                     log=bundle.log,
                 )
-            except FolderInUse as error:  # by the worker that had the run before, which is not quite dead
+            except FolderInUse as error:  # the run's previous worker has not quite died yet
                 if time.monotonic() > gives_up:
                     return str(error)
                 time.sleep(1.0)
@@ -206,7 +206,7 @@ def run_on(
     stop: Stop | None = None,
     log: Sequence[str] = DEFAULT,
 ) -> list[Record]:
-    """:func:`tbbn.bench.runs.sweep.run_all` on a cluster: bundles of ``lanes`` runs, at most ``workers`` bundles at a time."""
+    """:func:`tbbn.bench.runs.sweep.run_all` on a cluster, in bundles of ``lanes`` runs, at most ``workers`` bundles at a time."""
     runs = [PendingRun(run.config, run.directory.resolve()) for run in runs]
     done = {run: record for run in runs if (record := finished_record(run)) is not None}
     for run, record in done.items():
@@ -228,7 +228,7 @@ def run_on(
 
 
 class _Driver:
-    """Sends bundles out, shows what comes back, and sends again what was lost."""
+    """Submits bundles, shows their progress, and submits again the runs that failed or whose worker was lost."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class _Driver:
         self.mistake = ""
 
     def close(self) -> None:
-        """The board is no longer needed."""
+        """Remove the board."""
         shutil.rmtree(self.board.folder, ignore_errors=True)
         with suppress(OSError):
             self.board.folder.parent.rmdir()
@@ -274,7 +274,7 @@ class _Driver:
         on_end: Callable[[PendingRun, Record], None] | None,
         stop: Stop | None,
     ) -> None:
-        """Until every run has ended, or all have saved themselves after ``stop()``."""
+        """Work until every run has ended, or until all have saved themselves after ``stop()``."""
         started: set[PendingRun] = set()
         while self.waiting or self.jobs:
             if (stop is not None and stop()) or self.mistake:
@@ -302,7 +302,7 @@ class _Driver:
             raise UserError(self.mistake)
 
     def _settle(self, job: Job, bundle: Bundle) -> list[PendingRun]:
-        """The runs that ended with a job; those that were lost or failed go out again."""
+        """The runs that ended with a job; those that failed or whose worker was lost are queued again."""
         lost = ""
         try:
             self.mistake = self.mistake or job.result()
@@ -312,7 +312,7 @@ class _Driver:
         for run in bundle.runs:
             record = self.record(run, lost)
             self.attempts[run] += 1
-            is_open = record.status not in ("finished", "diverged")  # also one that its machine interrupted
+            is_open = record.status not in ("finished", "diverged")  # includes runs that their machine interrupted
             if is_open and self.attempts[run] < ATTEMPTS and not self.board.is_stopping() and not self.mistake:
                 again.append(run)
             else:
@@ -322,7 +322,7 @@ class _Driver:
         return over
 
     def record(self, run: PendingRun, lost: str = "") -> Record:
-        """The record in a run's folder; for a run that left none an empty one, which says why."""
+        """The record in a run's folder, or an empty one whose status and message say why there is none."""
         if run in self.ended:
             return self.ended[run]
         try:
@@ -336,7 +336,7 @@ class _Driver:
 
 
 def _split(todo: list[PendingRun], lanes: int | None, gpus: int | None) -> Iterator[list[PendingRun]]:
-    """Packs of runs: as many as share a GPU, and one run each on CPUs, or where the number of GPUs is not known."""
+    """Split runs into bundles: as many runs as share a GPU, or one each on CPUs or if the number of GPUs is unknown."""
     size = 1 if gpus == 0 else lanes
     if size is None:
         size = min(MAX_LANES, -(-len(todo) // gpus)) if gpus else 1

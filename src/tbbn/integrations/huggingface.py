@@ -1,10 +1,10 @@
-"""Hugging Face: a Trainer that tells the layers what each training batch is made of.
+"""Hugging Face: a Trainer that tells the layers which rows of each training batch are current and which are memory.
 
 >>> model = tbbn.convert(ResNetForImageClassification(config))                         # doctest: +SKIP
 >>> trainer = BalancedTrainer(model, arguments, tasks=[range(0, 10), range(10, 20)], task=1, ...)    # doctest: +SKIP
 
-For a Trainer of your own put the mixin first: ``class MyTrainer(BalanceMixin, Trainer)``. It is not a callback, because
-callbacks do not see the batch.
+In your own Trainer, put the mixin first: ``class MyTrainer(BalanceMixin, Trainer)``. It is not a callback, because callbacks do
+not see the batch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tbbn.integrations.rows import Tasks, labels_of
 
 
 class BalanceMixin:
-    """Computes the training loss inside :func:`tbbn.balance`; evaluation is as before.
+    """Computes the training loss inside :func:`tbbn.balance`; evaluation is unchanged.
 
     Args:
-        tasks: the classes of every task, in the order in which they are learnt.
-        task: the task that the next ``train()`` learns, from 0; set ``trainer.task`` before each.
+        tasks: the classes of every task, in the order in which the tasks are learnt.
+        task: the 0-based number of the task that the next ``train()`` learns; set ``trainer.task`` before each ``train()``.
 
-    The labels are the entry ``labels`` of a batch. For any other batch override :meth:`task_ids`.
+    The labels are the entry ``labels`` of a batch. For other batches, override :meth:`task_ids`.
     """
 
     def __init__(self, *args: Any, tasks: Iterable[Iterable[int]], task: int = 0, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class BalanceMixin:
         self._tasks.task = task
 
     def task_ids(self, inputs: Any) -> Tensor:
-        """The task of each row of a batch, from 0."""
+        """The 0-based task of each row of a batch."""
         return self._tasks.of(labels_of(inputs))
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:

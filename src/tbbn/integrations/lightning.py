@@ -1,10 +1,10 @@
-"""Lightning: a callback that tells the layers what each training batch is made of.
+"""Lightning: a callback that tells the layers which rows of each training batch are current and which are memory.
 
 >>> callback = BalanceCallback(tasks=[range(0, 10), range(10, 20)], task=1)    # doctest: +SKIP
 >>> trainer = Trainer(callbacks=[callback], ...)                               # doctest: +SKIP
 
-The model is converted in the constructor of the module: ``self.model = tbbn.convert(resnet18())``. AMP, gradient accumulation and
-DDP need nothing else; with DDP every rank balances its own rows.
+Convert the model in the constructor of the LightningModule: ``self.model = tbbn.convert(resnet18())``. AMP, gradient accumulation
+and DDP need nothing else; with DDP every rank balances its own rows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class BalanceCallback(Callback):
     """Runs every training step inside :func:`tbbn.balance`.
 
     Args:
-        tasks: the classes of every task, in the order in which they are learnt.
-        task: the task that the next ``fit`` learns, from 0; set ``callback.task`` before each ``fit``. None: the task of the
-            checkpoint that ``fit(ckpt_path=...)`` resumes, or 0 without one.
+        tasks: the classes of every task, in the order in which the tasks are learnt.
+        task: the 0-based number of the task that the next ``fit`` learns; set ``callback.task`` before each ``fit``. None: the
+            task of the checkpoint that ``fit(ckpt_path=...)`` resumes, or 0 without one.
 
-    The labels are the second entry of a batch, or its entry ``labels``. For any other batch override :meth:`task_ids`.
+    The labels are the second entry of a batch, or its entry ``labels``. For other batches, override :meth:`task_ids`.
     """
 
     def __init__(self, tasks: Iterable[Iterable[int]], task: int | None = None) -> None:
@@ -44,7 +44,7 @@ class BalanceCallback(Callback):
         self._tasks.task, self._given = task, True
 
     def task_ids(self, batch: Any) -> Tensor:
-        """The task of each row of a batch, from 0."""
+        """The 0-based task of each row of a batch."""
         return self._tasks.of(labels_of(batch))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -68,5 +68,5 @@ class BalanceCallback(Callback):
         return {"task": self.task}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not self._given:  # a task that was asked for may start from the checkpoint of the one before
+        if not self._given:  # an explicit task may start from the checkpoint of the previous task
             self._tasks.task = state_dict["task"]

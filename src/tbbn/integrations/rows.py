@@ -1,4 +1,4 @@
-"""The task of each row of a batch, from its label."""
+"""Find the task of each row of a batch from its label."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = ("labels", "label", "targets", "target", "y")
 
 
 class Tasks:
-    """The classes of every task, in the order in which they are learnt; ``task`` is the one being learnt, from 0."""
+    """The classes of every task, in the order in which the tasks are learnt; ``task`` is the 0-based current one."""
 
     def __init__(self, tasks: Iterable[Iterable[int]], task: int = 0) -> None:
         self.classes = [sorted({int(c) for c in classes}) for classes in tasks]
@@ -41,7 +41,7 @@ class Tasks:
         self._task = task
 
     def of(self, labels: Tensor) -> Tensor:
-        """The task of each row, from 0."""
+        """The 0-based task of each row."""
         known = torch.full((max(map(max, self.classes)) + 1,), -1)
         for number, classes in enumerate(self.classes[: self.task + 1]):
             known[classes] = number
@@ -59,7 +59,7 @@ class Tasks:
 
 
 def labels_of(batch: Any) -> Tensor:
-    """The labels of a batch: the second of a pair, or the entry of a dictionary whose name says so."""
+    """The labels of a batch: the second entry of a tuple or list, or the first of ``_NAMES`` in a dictionary."""
     found = None
     if isinstance(batch, Mapping):
         found = next((batch[name] for name in _NAMES if name in batch), None)

@@ -18,7 +18,7 @@ LOGS = "slurm"  # the folder of job scripts and logs, under the runs' folder
 
 @dataclass(frozen=True)
 class Work:
-    """A bundle as a job. SLURM may preempt it or end its time: then it is queued again, and resumes from the checkpoints."""
+    """A bundle as a job. If SLURM preempts it or its time runs out, it is queued again and resumes from the checkpoints."""
 
     bundle: Bundle
 
@@ -66,7 +66,7 @@ _SHARED = ("name", "nodes", "gpus_per_node", "cpus_per_task", "mem_gb", "timeout
 
 @contextmanager
 def slurm_cluster(folder: Path, options: Mapping[str, Any], cluster: str = "slurm") -> Iterator[SlurmCluster]:
-    """The SLURM cluster of this machine."""
+    """The SLURM cluster that this machine belongs to."""
     if cluster == "slurm" and submitit.SlurmExecutor.affinity() < 0:
         raise UserError("--engine slurm needs SLURM: srun is not on this machine; log in where jobs are submitted.")
     yield SlurmCluster(folder, options, cluster)
