@@ -1,4 +1,4 @@
-"""The error a user can mend: one line that says what is required, what came, and how to fix it."""
+"""The error that a user can fix: one line that says what is required, what was given, and how to fix it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _LONGEST_NAME = 200
 
 
 class UserError(ValueError):
-    """A mistake in a call, a config, a file or on the command line; the CLI prints it as one line and exits with 2."""
+    """A mistake in a call, a config, a file or on the command line. The CLI prints it as one line and exits with 2."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for an unknown name: what there is to choose from, and the nearest spelling.
+    """The error for an unknown name: lists the known names and suggests the nearest spelling.
 
     >>> unknown_name("norm", "tbn", ["bn", "tbbn"])
     UserError("unknown norm 'tbn'; choose one of: bn, tbbn. Did you mean 'tbbn'?")
@@ -28,16 +28,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("tbn", ["bn", "tbbn"])
     " Did you mean 'tbbn'?"
     """
-    if len(name) > _LONGEST_NAME:  # nobody misspelt that, and comparing it takes long
+    if len(name) > _LONGEST_NAME:  # not a misspelling, and slow to compare
         return ""
     near = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def printable(text: str) -> str:
-    """The text on one line and without anything that moves a terminal's cursor: what is not printable is spelt out.
+    """Escape all unprintable characters, so that text stays on one line and cannot control the terminal.
 
-    Names come from files: a folder may be called anything, and a record may have been written by anyone.
+    Names come from files: a folder may have any name, and a record may have been written by anyone.
 
     >>> printable("a\\x1b[31m\\nb")
     'a\\\\x1b[31m\\\\nb'

@@ -1,11 +1,11 @@
-"""Options of methods and norms: what each accepts, said where it is declared.
+"""Options of methods and norms. The accepted values are part of an option's declaration.
 
-A method is a dataclass and says it in a field; a norm is a class and says it in the annotation of a constructor's argument::
+A method is a dataclass and declares options as fields; a norm is a class and declares them by annotating constructor arguments::
 
     kd: float = option(1.0, "weight of the distillation", least=0)
     groups: Annotated[int, Option(help="groups of channels", least=1)] = 16
 
-Whatever is accepted is also listed (``tbbn list``), checked (:func:`checked_options`) and written to a run's config.
+Every option is listed (``tbbn list``), checked (:func:`checked_options`) and written to a run's config.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 @dataclass(frozen=True)
 class Option:
-    """A value that can be set: its default, a line of help, and what it accepts.
+    """An option's default, one line of help, and the accepted values.
 
-    A number lies in ``least <= value <= most`` and strictly between ``above`` and ``below``. Of a list, each entry does.
-    A default of None means: not set (a norm takes it from the layer it replaces). Without ``kind``, the type is the default's.
+    A number must satisfy ``least <= value <= most`` and ``above < value < below``; in a list, each entry must. A default of None
+    means not set (a norm then takes the value from the layer that it replaces). ``kind`` defaults to the type of the default.
     """
 
     default: Any = None
@@ -42,7 +42,7 @@ class Option:
 
     @property
     def limits(self) -> list[tuple[float, Any, str]]:
-        """Each limit, how a value is compared with it, and the words for it."""
+        """The limits that are set, each with its comparison and its wording."""
         found = (
             (self.above, operator.gt, "positive" if self.above == 0 else f"above {self.above}"),
             (self.least, operator.ge, f"at least {self.least}"),
@@ -53,7 +53,7 @@ class Option:
 
     @property
     def accepts(self) -> str:
-        """What it accepts, such as "at least 0" or "paper, current or uneven"; empty if anything of its type."""
+        """The accepted values, such as "at least 0" or "paper, current or uneven"; empty if any value of the type is."""
         if self.choices:
             return _alternatives(self.choices)
         if self.least is not None and self.most is not None:
@@ -61,13 +61,13 @@ class Option:
         return " and ".join(words for *_, words in self.limits)
 
     def problem(self, value: Any) -> str:
-        """What is wrong with a value of the right type, such as "must be positive"; empty if nothing is."""
+        """The problem with a value of the right type, such as "must be positive"; empty if there is none."""
         if isinstance(value, tuple):
             found = next(filter(None, map(self.problem, value)), "")
             return found and f"entries {found}"
         if self.choices and value not in self.choices:
             return f"must be {_alternatives(self.choices)}"
-        wrong = (words for limit, holds, words in self.limits if not holds(value, limit))  # NaN holds for none
+        wrong = (words for limit, holds, words in self.limits if not holds(value, limit))  # NaN satisfies no limit
         return next((f"must be {words}" for words in wrong), "")
 
 
@@ -77,12 +77,12 @@ def _alternatives(choices: Sequence[Any]) -> str:
 
 
 def option(default: Any, help: str, **accepted: Any) -> Any:
-    """A field of a method's dataclass that explains itself; ``accepted`` are fields of :class:`Option`."""
+    """A dataclass field that declares an option of a method; ``accepted`` are fields of :class:`Option`."""
     return field(default=default, metadata={"help": help, **accepted})
 
 
 def checked_options(owner: str, known: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options in their types; an unknown name or a wrong value is an error that names the owner."""
+    """The given options, converted to their types. Errors for unknown names and invalid values name ``owner``."""
     checked = {}
     for name, value in given.items():
         if name not in known:
@@ -110,16 +110,16 @@ def _checked(known: Option, given: Any, where: str) -> Any:
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """The value as this type where nothing is lost: a whole number as a float, a list as a tuple, numbers of numpy."""
+    """Convert a value if that is lossless: a whole number to a float, a list to a tuple, NumPy numbers to Python's."""
     if kind is tuple and isinstance(value, list):
         return tuple(value)
     wide = {int: numbers.Integral, float: numbers.Real}.get(kind)
     return kind(value) if wide and isinstance(value, wide) and not isinstance(value, bool) else value
 
 
-# Of the arguments of a norm's constructor, `convert` gives these: a layer's channels, place and bias are those of the layer it
-# replaces; synchronisation over ranks is no property of a norm. The values of the others here are also those of that layer,
-# unless an option sets them.
+# Constructor arguments of a norm that are not options, because `convert` supplies them: channels, bias, device and dtype come
+# from the replaced layer, and synchronisation over ranks is not a property of a norm. The arguments in _INHERITED also come from
+# the replaced layer, unless an option sets them.
 _SUPPLIED = ("num_features", "bias", "device", "dtype", "sync", "process_group")
 _AS_BEFORE = "as in the layer it replaces"
 _INHERITED = {
@@ -131,7 +131,7 @@ _INHERITED = {
 
 
 def options_of(value: Any) -> dict[str, Option]:
-    """The options of a method (a dataclass's fields) or a norm (its constructor's keywords). Nothing else has any."""
+    """The options of a method (its dataclass fields) or of a norm (its constructor's keywords); empty for other values."""
     if is_dataclass(value):
         return {f.name: _with_default(Option(**f.metadata), f.default, MISSING) for f in fields(value)}
     cls = value[-1] if isinstance(value, tuple) else value
@@ -146,7 +146,7 @@ def options_of(value: Any) -> dict[str, Option]:
 
 
 def keyword_arguments(cls: type) -> dict[str, Option]:
-    """The keyword arguments of a constructor after the first one, and those it passes on to its bases by ``**kwargs``."""
+    """A constructor's keyword arguments except the first one, including those that it passes to its bases by ``**kwargs``."""
     found: dict[str, Option] = {}
     channels = ""  # the first argument's name
     for base in cls.__mro__:
@@ -169,7 +169,7 @@ def keyword_arguments(cls: type) -> dict[str, Option]:
 
 
 def _with_default(known: Option, default: Any, none: object) -> Option:
-    """The option with its default; one that a config cannot hold, such as a function, counts as not set."""
+    """The option with its default. A default that a config cannot hold, such as a function, counts as not set."""
     return replace(known, default=default if default is not none and _is_plain(default) else None)
 
 
@@ -183,7 +183,7 @@ def _annotated(function: Any, parameter: inspect.Parameter) -> Option:
     if isinstance(annotation, str):
         try:
             annotation = eval(annotation, function.__globals__)
-        except Exception as error:  # a type that is imported for type checkers only has nothing to say here
+        except Exception as error:  # ignored unless it is Annotated: the type may be imported for type checkers only
             if "Annotated" in annotation:
                 where = f"{function.__qualname__}: the annotation of {parameter.name!r}"
                 raise UserError(f"{where} cannot be read: {error}; use names of its module only.") from error

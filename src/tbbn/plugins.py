@@ -1,7 +1,7 @@
-"""Plugins: modules or files that call ``tbbn.register_*``, and where a registered name comes from.
+"""Plugins: modules or files that call ``tbbn.register_*``, and the origin of registered names.
 
-Installed packages announce theirs by an entry point in the group ``tbbn.plugins``. An import that fails is one line, and
-leaves no names behind.
+Installed packages announce their plugins by entry points in the group ``tbbn.plugins``. A failed import is a one-line error and
+leaves no names registered.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tbbn.registry import BUILT_IN, REGISTRIES, Entry, Origin
 GROUP = "tbbn.plugins"
 SESSION = Origin("this session")
 
-_loaded: dict[str, Origin] = {}  # by module name or file path, and GROUP for the installed ones
+_loaded: dict[str, Origin] = {}  # by module name or file path; GROUP marks that the installed ones are loaded
 _loading: list[Origin] = []  # the plugin being imported
 _MODULE = re.compile(r"\w[\w-]*(\.\w+)*")
 
 
 def load_plugin(plugin: str) -> Origin:
-    """Import a plugin, given as a module's name or a file (``./mine.py``); return what it is, with version or file hash.
+    """Import a plugin, given as a module name or a file (``./mine.py``), and return its origin with version or file hash.
 
-    A second call does nothing, unless the file has changed.
+    A second call does nothing unless the file has changed.
     """
     if not (plugin.endswith(".py") or "/" in plugin):
         if not _MODULE.fullmatch(plugin):
@@ -53,8 +53,8 @@ def load_plugin(plugin: str) -> Origin:
 
 
 def load_installed() -> None:
-    """Import every installed plugin, once."""
-    from importlib import metadata  # slow to import, and the layer alone does not need it
+    """Import every installed plugin, once per process."""
+    from importlib import metadata  # imported lazily: it is slow, and the layer alone does not need it
 
     if GROUP in _loaded or _loading:
         return
@@ -68,7 +68,7 @@ def load_installed() -> None:
 
 @contextmanager
 def temporary(*, fresh: bool = False) -> Iterator[None]:
-    """What is registered inside is gone afterwards; ``fresh``: begin with what is built in, as a new process does."""
+    """Undo registrations made inside on exit. ``fresh`` starts with the built-in names only, like a new process."""
     tables, loaded = _tables(), dict(_loaded)
     if fresh:
         _restore([{} for _ in REGISTRIES])
@@ -109,7 +109,7 @@ def _tables() -> list[dict[str, Entry[Any]]]:
 
 def _restore(tables: list[dict[str, Entry[Any]]]) -> None:
     for registry, before in zip(REGISTRIES, tables, strict=True):
-        # Built-in names may have been registered meanwhile; their home module does so only once.
+        # Keep built-in names that were registered meanwhile: their home module registers them only once.
         built_in = {name: entry for name, entry in registry._entries.items() if entry.origin == BUILT_IN}
         registry._entries = built_in | before
 
@@ -118,7 +118,7 @@ def _run_file(path: Path) -> None:
     name = f"tbbn_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # a dataclass looks its module up there
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # @dataclass looks up its module there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -141,7 +141,7 @@ def _file_origin(file: str) -> Origin:
 
 
 def _module_origin(module: str) -> Origin:
-    """The installed package that holds a module, or the module with its file's hash."""
+    """The installed package that contains a module, or the module with its file's hash."""
     from importlib import metadata
 
     top = module.partition(".")[0]
@@ -149,14 +149,14 @@ def _module_origin(module: str) -> Origin:
         return Origin(package, metadata.version(package))
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # the import itself will say what is wrong
+    except (ImportError, ValueError):  # the import itself will raise a better error
         return Origin(module)
     file = spec.origin if spec is not None else None
     return Origin(module, sha256=_file_origin(file).sha256) if file and Path(file).is_file() else Origin(module)
 
 
 def origin_of(namespace: Mapping[str, Any]) -> Origin:
-    """Where code with these globals comes from, which is not this package's."""
+    """The origin of code with these globals, for code outside this package."""
     module = namespace.get("__name__", "")
     if _loading:
         return _loading[-1]
@@ -167,9 +167,9 @@ def origin_of(namespace: Mapping[str, Any]) -> Origin:
 
 
 def line_of(value: Any, at: Any = None) -> str:
-    """Where a plugin's class or function is written, such as "mine.py line 19", or ``at`` in its module; empty if unknown.
+    """The source line of a plugin's class or function, such as "mine.py line 19", or that of ``at``; empty if unknown.
 
-    ``at`` is a function, or an error: of that the last line which ran in the module.
+    ``at`` is a function, or an error; for an error it is the last line that ran in the plugin's module.
     """
     value = value[-1] if isinstance(value, tuple) else value
     value = value.func if isinstance(value, partial) else value
@@ -195,12 +195,12 @@ def _traces(error: BaseException) -> list[TracebackType]:
 
 
 def _is_written(frame: FrameType) -> bool:
-    """Whether a frame's code is in a file or a cell; a dataclass has some that is not."""
+    """Whether a frame's code comes from a file or a cell, unlike the code that @dataclass generates."""
     return frame.f_code.co_filename != "<string>"
 
 
 def failure(error: BaseException) -> str:
-    """What failed, for a run's record: in a plugin's code, also its name, the plugin, and the line."""
+    """Describe an error for a run's record. If a plugin's code failed, with its name, the plugin and the line."""
     what = f"{type(error).__name__}: {error}"
     for trace in reversed(_traces(error)):
         if (owner := _owner(trace.tb_frame)) and _is_written(trace.tb_frame):
@@ -210,7 +210,7 @@ def failure(error: BaseException) -> str:
 
 
 def _owner(frame: FrameType) -> str:
-    """The plugin's object whose function or method this frame runs; empty for any other code."""
+    """The plugin's registered object whose function or method this frame runs; empty for other code."""
     for registry in REGISTRIES:
         for name, entry in registry._entries.items():
             for value in entry.value if isinstance(entry.value, tuple) else (entry.value,):

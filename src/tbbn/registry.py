@@ -1,17 +1,17 @@
-"""Names for methods, norms, data sets, backbones, augmentations and loggers: one table for each kind, open to plugins.
+"""Registries of methods, norms, data sets, backbones, augmentations and loggers, open to plugins.
 
-Register something of your own with a decorator; the name then works in recipes, on the command line and in ``tbbn.run``::
+Register your own with a decorator; the name then works in recipes, on the command line and in ``tbbn.run``::
 
     @tbbn.register_norm("frn", "filter response normalisation")
     class FilterResponseNorm(nn.Module): ...
 
-What this package brings is registered in the same way by the table's home module, which is imported when the table is first
-asked. This module itself imports neither torch nor the bench, so the config may ask it for options::
+Built-in names are registered in the same way by the registry's home module, which is imported at the first lookup. This module
+itself imports neither torch nor the bench, so that the config can look up options in it::
 
     METHODS.options("eeil")  # {"kd": Option(default=1.0, help="..."), ...}; an unknown name is an error
     METHODS.get("eil")       # UserError: unknown method 'eil'; ... Did you mean 'eeil'?
 
-Installed plugins (:mod:`tbbn.plugins`) are imported when a name is not built in, or when names are listed.
+Installed plugins (:mod:`tbbn.plugins`) are imported when a name is not found, or when names are listed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  #
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a name comes from: this package, an installed one (version), a file (sha256), or the running session (neither)."""
+    """Where a name comes from: this package, an installed package (version), a file (sha256), or the session (neither)."""
 
     name: str
     version: str = ""
@@ -49,24 +49,24 @@ BUILT_IN = Origin("tbbn")
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """A registered name: what it stands for, a line about it, its options, and where it comes from."""
+    """A registered name's value, one-line description, options and origin."""
 
     value: T
     description: str
     origin: Origin
-    given: Mapping[str, Option] | None = None  # its options, where they are not to be read off it
+    given: Mapping[str, Option] | None = None  # its options; None reads them from the value
 
-    @cached_property  # every config asks for it
+    @cached_property  # every config reads it
     def options(self) -> Mapping[str, Option]:
         return options_of(self.value) if self.given is None else self.given
 
 
 class Registry(Generic[T]):
-    """The names of one kind. A name taken twice is an error; an unknown name is an error that offers the nearest one."""
+    """The names of one kind. Registering a name twice is an error; the error for an unknown name suggests the nearest one."""
 
     def __init__(self, kind: str, home: str, *, configurable: bool = False) -> None:
-        self.kind, self.home = kind, home  # the home module registers what is built in
-        self.configurable = configurable  # whether a config may set options of what is registered
+        self.kind, self.home = kind, home  # the home module registers the built-in names
+        self.configurable = configurable  # whether a config may set options of the registered values
         self._entries: dict[str, Entry[T]] = {}
 
     def register(
@@ -79,13 +79,13 @@ class Registry(Generic[T]):
         origin: Origin | None = None,
         replace: bool = False,
     ) -> T:
-        """Give ``value`` a name. Without ``options`` they are read off it, without ``origin`` it is the calling module's.
+        """Register ``value`` under a name. ``options`` default to those read from it, ``origin`` to the calling module's.
 
         Registering the same function or class again, as a notebook cell does when it is run twice, replaces it.
         """
         origin = origin or _origin_of(sys._getframe(1).f_globals)
         if origin != BUILT_IN:
-            import_module(self.home)  # so that a name this package uses is taken
+            import_module(self.home)  # so that the built-in names are taken
         if not name or not isinstance(name, str) or set(name) & set(" ,+:()="):
             raise UserError(f"{self.kind} {name!r}: a name is text without spaces or any of , + : ( ) =")
         old = self._entries.get(name)
@@ -101,7 +101,7 @@ class Registry(Generic[T]):
         return value
 
     def _check(self, name: str, value: Any) -> None:
-        """Refuse what can never work: options are read off a class, so methods and norms must be classes."""
+        """Raise for values that can never work: options are read from a class, so methods and norms must be classes."""
         article = "an" if self.kind[0] in "aeiou" else "a"
         if self.configurable and not all(
             isinstance(v, type) for v in (value if isinstance(value, tuple) else (value,))
@@ -115,24 +115,24 @@ class Registry(Generic[T]):
     def decorator(
         self, name: str, description: str = "", options: Mapping[str, Option] | None = None
     ) -> Callable[[Any], Any]:
-        """:meth:`register` as a decorator; without a description the first line of the docstring is used."""
+        """:meth:`register` as a decorator. The description defaults to the first line of the docstring."""
         if not isinstance(name, str):
             raise UserError(f'register_{self.kind} needs a name: @tbbn.register_{self.kind}("my-{self.kind}").')
         origin = _origin_of(sys._getframe(1).f_globals)
         return lambda value: self.register(name, value, description, options, origin=origin)
 
     def entry(self, name: str) -> Entry[T]:
-        """All that is known about a name."""
+        """The entry of a name."""
         if name not in self:
             raise unknown_name(self.kind, str(name), self._entries)
         return self._entries[name]
 
     def get(self, name: str) -> T:
-        """What a name stands for."""
+        """The value registered under a name."""
         return self.entry(name).value
 
     def make(self, name: str, /, **offered: Any) -> Any:
-        """Call what is registered under a name, with those of the offered arguments that are among its parameters."""
+        """Call the value registered under a name with those offered arguments that it accepts."""
         value: Any = self.get(name)
         wanted = inspect.signature(value).parameters
         for parameter in wanted.values():
@@ -146,7 +146,7 @@ class Registry(Generic[T]):
 
     @contextmanager
     def blame(self, name: str) -> Iterator[None]:
-        """An error in a plugin's code becomes one line that names what failed; the error itself is its cause."""
+        """Turn an error in a plugin's code into a one-line :class:`UserError` that names what failed; chains the original."""
         try:
             yield
         except (UserError, MemoryError):
@@ -158,7 +158,7 @@ class Registry(Generic[T]):
             raise UserError(f"{self.place(name, error)}: {one_line(error)}.") from error
 
     def place(self, name: str, at: Any = None) -> str:
-        """A name as errors show it. Of a plugin, with the file and line of ``at``: an error in it, or one of its functions."""
+        """A name as errors show it. A plugin's has the file and line of ``at``: an error in it, or one of its functions."""
         entry = self.entry(name)
         if entry.origin == BUILT_IN:
             return f"{self.kind} {name!r}"
@@ -166,17 +166,17 @@ class Registry(Generic[T]):
         return f"{self.kind} {name!r} of {entry.origin}" + (f", {line}" if line else "")
 
     def options(self, name: str) -> dict[str, Option]:
-        """The options of a name, with default and help."""
+        """The options of a name, with their defaults and help."""
         return dict(self.entry(name).options)
 
     def describe(self) -> dict[str, Entry[T]]:
-        """Every name there is, those of installed plugins included, in the order of registration."""
+        """All names, including those of installed plugins, in the order of registration."""
         import_module(self.home)
         _plugins().load_installed()
         return dict(self._entries)
 
     def registered(self) -> dict[str, Entry[T]]:
-        """The names registered so far, without looking for installed plugins."""
+        """The names registered so far, without importing installed plugins."""
         import_module(self.home)
         return dict(self._entries)
 
@@ -191,11 +191,11 @@ class Registry(Generic[T]):
 
 
 def _plugins() -> Any:
-    return import_module("tbbn.plugins")  # not before it is needed: the layer alone has no use for it
+    return import_module("tbbn.plugins")  # imported lazily: the layer alone does not need it
 
 
 def _origin_of(namespace: Mapping[str, Any]) -> Origin:
-    """Where code with these globals comes from."""
+    """The origin of code with these globals."""
     built_in = str(namespace.get("__name__")).partition(".")[0] == "tbbn"
     found: Origin = BUILT_IN if built_in else _plugins().origin_of(namespace)
     return found
