@@ -1,4 +1,4 @@
-"""The training loop and what drives it."""
+"""The training loop and the code that drives it."""
 
 from tbbn.bench.engine.events import EpochEnded, Event, Loading, Stepped, TaskEnded, Waiting
 from tbbn.bench.engine.lanes import run_lanes

@@ -1,4 +1,4 @@
-"""Evaluation after a task: accuracies, error types and predictions over every test image of the tasks so far."""
+"""Evaluation after a task: accuracies, error types and predictions on every test image of the tasks so far."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tbbn.registry import METHODS
 
 
 class Evaluation(NamedTuple):
-    """The results after a task. Accuracies and predictions are over every test image of the tasks so far."""
+    """The results after a task. Accuracies and predictions cover every test image of the tasks so far."""
 
-    accuracy: list[float]  # of each task: class-IL, the prediction is among all classes so far
-    task_il: list[float]  # of each task: task-IL, the prediction is among the classes of the image's task
-    errors: dict[str, int]  # of each type: C->C, C->P, P->C, P->P
+    accuracy: list[float]  # per task, class-IL: the prediction is among all classes so far
+    task_il: list[float]  # per task, task-IL: the prediction is among the classes of the image's task
+    errors: dict[str, int]  # by type: C->C, C->P, P->C, P->P
     predictions: Tensor  # class-IL, int16
 
 
@@ -86,7 +86,7 @@ def _predict(
 
 
 def evaluated_rows(config: RunConfig, task: Task) -> Tensor:
-    """The test rows of a task that are evaluated: all, or with ``data.test = "whole-batches"`` those in full batches."""
+    """The test rows of a task to evaluate: all, or with ``data.test = "whole-batches"`` only those in full batches."""
     if config.data.test == "all":
         return task.test
     whole = len(task.test) // config.batch.size * config.batch.size
@@ -99,6 +99,6 @@ def evaluated_rows(config: RunConfig, task: Task) -> Tensor:
 
 
 def confusion_of(labels: Tensor, predicted: Tensor, n_classes: int) -> list[list[int]]:
-    """How often each class (row) was predicted as each class (column)."""
+    """The confusion matrix: how often each class (row) was predicted as each class (column)."""
     counts = torch.bincount(labels * n_classes + predicted, minlength=n_classes * n_classes)
     return counts.view(n_classes, n_classes).tolist()

@@ -1,4 +1,4 @@
-"""What a run yields while it works, and its position."""
+"""The events that a run yields, and its position."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Position:
 
 @dataclass(frozen=True)
 class Loading:
-    """Images of the data set are being decoded; it comes before the run yields anything."""
+    """Images of the data set are being decoded; comes before any event that the run yields."""
 
     done: int
-    images: int  # in all
+    images: int  # in total
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step was enqueued; it may not be done yet."""
+    """A step was enqueued; the device may not have finished it yet."""
 
     position: Position
     phase: str
@@ -48,7 +48,7 @@ class EpochEnded:
 
 @dataclass(frozen=True)
 class TaskEnded:
-    """A task is learnt and evaluated."""
+    """A task has been learnt and evaluated."""
 
     task: int
     accuracy: list[float]  # of each task so far
@@ -57,7 +57,7 @@ class TaskEnded:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The run is about to wait for a result: other work may be done until ``done()``."""
+    """The run is about to wait for a result; the caller may do other work until ``done()`` is true."""
 
     done: Callable[[], bool]
 

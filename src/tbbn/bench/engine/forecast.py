@@ -1,4 +1,4 @@
-"""What a run will do, task by task, without training: batches, splits and steps."""
+"""Forecast the batches, splits and steps of each task of a run, without training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TaskForecast:
 @dataclass(frozen=True)
 class Forecast:
     tasks: list[TaskForecast]
-    note: str  # what is an estimate, because the data is not here; mostly empty
+    note: str  # which numbers are estimates because the data is not here; usually empty
 
     @property
     def all_steps(self) -> int:
@@ -42,7 +42,7 @@ class Forecast:
 
 
 def forecast(config: RunConfig) -> Forecast:
-    """What each task will do. Later phases of a method are not counted. Needs no images, and downloads nothing."""
+    """The forecast of each task. Later phases of a method are not counted. Needs no images, and downloads nothing."""
     config = check(config)
     method = method_of(config)
     source, note = outline_source(config)
@@ -86,16 +86,16 @@ def forecast(config: RunConfig) -> Forecast:
 
 
 def _main_phase_rows(method: Method, new: list[int], kept: list[float]) -> tuple[int, int]:
-    """Rows of the task and of the memory in the main phase: those the method does not hold out."""
+    """The number of task rows and memory rows in the main phase: those that the method does not hold out."""
     share = method.holdout()
     if not share or not kept:
         return sum(new), round(sum(kept))
-    held = max(1, round(share * sum(kept) / len(kept)))  # of each class
+    held = max(1, round(share * sum(kept) / len(kept)))  # rows per class
     return sum(max(0, n - held) for n in new), round(sum(max(0, n - held) for n in kept))
 
 
 def _exemplars(store: ExemplarMemory, class_sizes: list[int]) -> list[float]:
-    """The exemplars of each class; for a reservoir their expected number."""
+    """The number of exemplars of each class; for a reservoir, the expected number."""
     if store.selection == "reservoir":
         share = min(1.0, store.budget / sum(class_sizes))
         return [share * size for size in class_sizes]

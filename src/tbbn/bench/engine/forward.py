@@ -1,4 +1,4 @@
-"""Forward passes: in training, where norms may need the batch's layout, and in evaluation."""
+"""Forward passes: for training, where norms may need the batch's layout, and for evaluation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 
 @dataclass(frozen=True, eq=False)
 class TrainingForward:
-    """The training forward of a batch [current ; memory]: inside ``balance`` where the norms take a layout."""
+    """The training forward of a batch [current ; memory], inside ``balance`` if the norms take a layout."""
 
     past_tasks: int
-    takes_layout: bool  # whether the network has norms that need it
-    class_task: Tensor | None = None  # (classes,) the task of each class, where a norm wants task ids
-    separate: bool = False  # forward current and memory rows one after the other, as some released programs do
+    takes_layout: bool  # whether the network has norms that need the layout
+    class_task: Tensor | None = None  # (classes,) the task of each class, if a norm wants task ids
+    separate: bool = False  # forward current and memory rows separately, as some released programs do
 
     def __call__(
         self,
@@ -39,12 +39,12 @@ class TrainingForward:
         call: Callable[[Tensor], Output] | None = None,
         counts: Counts | None = None,
     ) -> Output:
-        """Forward a batch. ``call`` may replace ``network(images)``, to run the same modules with other weights.
+        """Forward a batch. ``call`` may replace ``network(images)`` to run the same modules with different weights.
 
         With ``counts``, the current and memory rows of every rank, the batch is this rank's part of a larger one.
         """
         call = network if call is None else call
-        # All ranks must decide alike, and one of them may have no memory row.
+        # All ranks must take the same branch, even if one of them has no memory rows.
         if self.separate and any(memory for _, memory in counts or [(0, batch.n_memory)]):
             return _joined(call(batch.images[batch.current]), call(batch.images[batch.memory]))
         if not self.takes_layout:
@@ -63,7 +63,7 @@ class TrainingForward:
     def mixed(
         self, network: Network, batch: Batch, call: Callable[[Tensor], Output], counts: Counts | None = None
     ) -> Output:
-        """Forward a batch whose rows are not known as current or memory: plain batch norm."""
+        """Forward a batch whose rows are not marked as current or memory, with plain batch norm."""
         if not self.takes_layout:
             return call(batch.images)
         with balance(network, current=len(batch.images), memory=0, past_tasks=0, rank_counts=counts):
@@ -71,7 +71,7 @@ class TrainingForward:
 
 
 def _joined(first: Output, second: Output) -> Output:
-    """The outputs of two parts of a batch as one."""
+    """Concatenate the outputs of two parts of a batch."""
     similarity = None
     if first.similarity is not None and second.similarity is not None:
         similarity = torch.cat([first.similarity, second.similarity])
@@ -88,8 +88,8 @@ def _joined(first: Output, second: Output) -> Output:
 class WorkingCopies:
     """A network that computes with bf16 copies of its convolution weights.
 
-    Autocast copies each weight and casts each gradient in a launch of its own: a quarter of all launches of a ResNet-32 step.
-    Here one launch makes all copies, and one casts all gradients.
+    Autocast needs a launch for each weight copy and each gradient cast: a quarter of all launches of a ResNet-32 step. Here one
+    launch makes all copies, and one casts all gradients.
     """
 
     def __init__(self, network: Network) -> None:
@@ -105,7 +105,7 @@ class WorkingCopies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights."""
+        """Update the copies from the weights."""
         if self.weights:
             torch._foreach_copy_(list(self.copies.values()), self.weights)
 
@@ -114,7 +114,7 @@ class WorkingCopies:
         """Move the gradients of the copies to the weights."""
         targets, sources = [], []
         for weight, copy, gradient in zip(self.weights, self.copies.values(), self.gradients, strict=True):
-            if copy.grad is not None and weight.grad is not None:  # of a method's penalty
+            if copy.grad is not None and weight.grad is not None:  # from a method's penalty
                 weight.grad += copy.grad
                 copy.grad = None
             elif copy.grad is not None:
@@ -128,7 +128,7 @@ class WorkingCopies:
 
 @torch.no_grad()
 def evaluation_forward(network: Network, images: Tensor, precision: str) -> Output:
-    """A forward in eval mode. The head computes in float32: in bf16 one prediction in a hundred would be a tie of logits."""
+    """A forward in eval mode. The head computes in float32: in bf16 one prediction in a hundred would have tied logits."""
     with autocast(precision, images.device):
         features = network.backbone(images)
     return network.classify(replace(features, pooled=features.pooled.float()))
@@ -143,7 +143,7 @@ def evaluation_pass(
     keep: Callable[[Output], T],
     flip: bool = False,
 ) -> Iterator[T]:
-    """Forward ``rows``, or their mirror images, in eval mode, batch by batch; yields ``keep(output)`` of each."""
+    """Forward ``rows``, or their mirror images, in eval mode, batch by batch; yields ``keep(output)`` for each batch."""
     was_training = network.training
     network.eval()
     try:

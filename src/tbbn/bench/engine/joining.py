@@ -1,4 +1,4 @@
-"""Join the processes that a launcher such as torchrun has started."""
+"""Join the processes that a launcher such as torchrun started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_launched() -> bool:
 
 @contextmanager
 def joined() -> Iterator[ProcessRanks]:
-    """The ranks of this launch, joined for the length of a block; each on a GPU of its own where there are any."""
+    """Join the ranks of this launch for the duration of the block. Each gets its own GPU if there are any."""
     local, on_gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
     if on_gpu and local >= torch.cuda.device_count():
         raise UserError(
@@ -45,10 +45,10 @@ def joined() -> Iterator[ProcessRanks]:
 
 
 def _agreed_name(store: dist.Store, rank: int, size: int) -> str:
-    """A name that exactly the processes of this launch know.
+    """A name that only the processes of this launch know.
 
-    After a restart torchrun gives the new processes the store of the old ones, with the addresses of the dead in it. So each rank
-    says hello with a word of its own, and rank 0 answers every word it sees with the name, until all have confirmed it.
+    After a restart torchrun gives the new processes the store of the old ones, which still has the addresses of the dead ones.
+    So each rank writes a random word, and rank 0 answers every word that it sees with the name until all ranks have confirmed it.
     """
     word = secrets.token_hex(8)
     if rank:

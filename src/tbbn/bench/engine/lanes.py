@@ -1,7 +1,7 @@
-"""Several runs on one device, driven from one thread: a step of a small network does not fill a GPU.
+"""Several runs on one device, driven from one thread, because a step of a small network does not fill a GPU.
 
-Each run is a generator with a CUDA stream of its own, a lane. A lane that waits for a result is skipped until the result is
-there. There are no threads, so no locks, and no two graph captures at a time.
+Each run is a generator with its own CUDA stream, a lane. A lane that waits for a result is skipped until the result is ready.
+There are no threads, hence no locks, and never two graph captures at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tbbn.plugins import failure
 
 OnEvent = Callable[[int, Event], None]
 Drive = Callable[[int, Run], Iterator[Event]]
-MAX_LANES = 16  # tried at most when the number is not given
+MAX_LANES = 16  # upper limit when the number of lanes is not given
 
 
 def run_lanes(
@@ -37,11 +37,11 @@ def run_lanes(
     on_end: Callable[[int, Record], None] | None = None,
     stop: Stop | None = None,
 ) -> list[Record]:
-    """Do the runs, ``n_lanes`` in parallel. Returns one record per config; each equals that of the run alone.
+    """Do the runs, ``n_lanes`` in parallel. Returns one record per config, equal to the record of the run alone.
 
-    With ``n_lanes=None`` a GPU gets as many lanes as raise the throughput, found while the runs work; a CPU gets one.
-    ``drive(i, run)`` makes the events of run ``i``, and may do more between them, such as saving. Once ``stop()`` is true, no
-    other run starts and active runs end as "interrupted". If a run fails, the others go on. If no run could start, the first
+    With ``n_lanes=None`` a GPU gets as many lanes as raise the throughput, measured during the runs; a CPU gets one.
+    ``drive(i, run)`` yields the events of run ``i`` and may do more between them, such as saving. Once ``stop()`` is true, no
+    further run starts and active runs end as "interrupted". If a run fails, the others continue. If no run could start, the first
     error is raised and ``on_end`` is not called.
     """
     shared = {(config.precision, config.threads, config.autotune) for config in configs}
@@ -99,19 +99,19 @@ def _interrupted(config: RunConfig) -> Record:
 
 
 def _has_memory(n: int) -> bool:
-    """Whether the device has memory for one more lane like the ``n`` at work, and half a lane to spare."""
+    """Whether the device has memory for one more lane like the ``n`` active ones, with half a lane to spare."""
     free, _ = torch.cuda.mem_get_info()
     return free > 1.5 * torch.cuda.max_memory_reserved() / n
 
 
 class Lane:
-    """One run, its stream, and what it waits for."""
+    """One run, its stream, and the result that it waits for."""
 
     def __init__(
         self, number: int, config: RunConfig, drive: Drive, on_event: Callable[[Event], None] | None = None
     ) -> None:
         self.number, self.config, self.drive, self.on_event = number, config, drive, on_event
-        self.is_ready: Callable[[], bool] | None = None  # asked before the run is advanced
+        self.is_ready: Callable[[], bool] | None = None  # checked before the run is advanced
         self.stream: torch.cuda.Stream | None = None
         self.run: Run | None = None
         self.events: Iterator[Event] | None = None
@@ -122,7 +122,7 @@ class Lane:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def advance(self) -> Event | None:
-        """The run's next event; None when it is over, however it ended."""
+        """The run's next event, or None when the run is over, however it ended."""
         try:
             if self.events is None:
                 self.events = self._start()
@@ -152,11 +152,11 @@ class Lane:
 
 
 class LaneTuner:
-    """Finds how many lanes to use while they work: adds one as long as the last one raised the total speed by 5 %.
+    """Finds the number of lanes while they run: adds a lane as long as the last one raised the total speed by 5 %.
 
-    It counts finished epochs, not steps, since a step is enqueued long before it is done. After a lane is added, its first
-    epoch is not measured, because kernels are compiled and graphs captured in it; then every lane does at least one whole epoch.
-    A lane that brought no gain is measured once more, because another process may have used the device.
+    It counts finished epochs, not steps, because a step is enqueued long before it is done. After a lane is added, its first
+    epoch, which compiles kernels and captures graphs, is not measured; a measurement then spans at least one whole epoch of every
+    lane. A lane that brought no gain is measured once more, because another process may have used the device.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class LaneTuner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.n, self.limit, self.has_memory, self.clock = 1, limit, has_memory, clock
-        self.best_speed = 0.0  # steps a second
+        self.best_speed = 0.0  # steps per second
         self.best_speed_before = 0.0  # with one lane less
         self.n_measured = 0  # measurements with this number of lanes
         self.is_growing = limit > 1
@@ -174,12 +174,12 @@ class LaneTuner:
 
     def _restart(self) -> None:
         self.enqueued: Counter[int] = Counter()  # steps of each lane since its last epoch ended
-        self.epochs: Counter[int] = Counter()  # epochs each lane has finished
+        self.epochs: Counter[int] = Counter()  # epochs that each lane has finished
         self.started: float | None = None
         self.steps = 0
 
     def observe(self, lane: int, event: Event | None) -> None:
-        """Count an event of a lane. None is the lane's end: the current measurement starts again."""
+        """Count an event of a lane. None means that the lane ended, which restarts the current measurement."""
         if not self.is_growing:
             return
         if event is None:

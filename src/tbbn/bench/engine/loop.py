@@ -1,13 +1,13 @@
-"""The training loop, the only one.
+"""The training loop; there is only this one.
 
-A run learns its tasks one after the other. A task has one or more phases: stretches of training with their own rows, epochs,
+A run learns its tasks one after the other. A task has one or more phases, stages of training with their own rows, epochs,
 learning rate and loss::
 
     for task in tasks:
         grow the head; method.before_task
         for phase in method.phases:
             for epoch in epochs:
-                draw the epoch; train a step on each batch; read the losses
+                draw the epoch; train one step per batch; read the losses
         method.after_training; choose exemplars; method.after_task
         evaluate every task so far
 
@@ -17,14 +17,14 @@ The values it passes around:
     TaskContext     the task being learnt, with its rows, memory, network and previous network; methods get it too
     PhaseRows       the training rows of a phase, chosen when it begins
     EpochBlock      consecutive batches of an epoch with the same spec, drawn in advance: rows and augmentation parameters
-    BatchSpec       the number of current and memory rows of a batch; full and short batches have different specs
+    BatchSpec       the numbers of current and memory rows of a batch; full and short batches have different specs
     Step            trains on a batch of one spec; on a GPU it is captured once as a CUDA graph and replayed
 
-A run is a generator: it yields an event after every step it has enqueued, and whenever it is about to wait for the device.
-The caller may show progress, save, stop, or let another run work on the same device meanwhile.
+A run is a generator: it yields an event after every step that it enqueued, and whenever it is about to wait for the device.
+Between events the caller may show progress, save, stop, or advance another run on the same device.
 
-Every random choice is a function of the seed, the task, the phase and the epoch. So the state of a run is its position, the
-weights, the optimiser's state, the best epoch so far, the memory and the record.
+Every random choice is a function of the seed, the task, the phase and the epoch. So the state of a run consists of its position,
+the weights, the optimiser's state, the best epoch so far, the memory and the record.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from tbbn.errors import UserError
 from tbbn.registry import METHODS
 
 Stop = Callable[[], bool]
-LONG_LOADING = 2.0  # seconds of decoding after which events tell how far it is
+LONG_LOADING = 2.0  # seconds of decoding after which events report its progress
 MIN_CAPTURED_STEPS = 8  # a block of fewer steps is not worth a CUDA graph
 
 
@@ -72,9 +72,9 @@ class BestEpoch(NamedTuple):
 
 
 class Run:
-    """A run in progress: ``events`` advances it. Between two events its whole state is in its attributes.
+    """A run in progress: ``events`` advances it. Between two events its complete state is in its attributes.
 
-    While it is made, ``on_event`` is told how far its data are loaded.
+    The constructor loads the data and reports the progress to ``on_event``.
     """
 
     def __init__(
@@ -92,32 +92,32 @@ class Run:
         self.test_data = setup.on_device(config, self.source, self.scenario, "test", self.device)
         self.maker = setup.batch_maker(config, self.train_data)
         self.network = self.make_network()
-        # The network after the task before, frozen. None in the first task, and for methods that do not need it.
+        # The network after the previous task, frozen. None in the first task, and for methods that do not need it.
         self.previous: Network | None = None
         self.record = setup.record_of(config, self.source, self.scenario, self.network, self.device, self.ranks.size)
         self.position = Position()
-        # Of the phase being trained:
+        # State of the phase being trained:
         self.rows: PhaseRows | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.steps: dict[BatchSpec, Step] = {}
         self.best: BestEpoch | None = None  # with train.keep = "best"
-        # Read from a checkpoint, and used when the interrupted phase goes on:
+        # Read from a checkpoint, and used when the interrupted phase continues:
         self.restored_optimizer: OptimizerState = {}
         self.restored_totals: dict[BatchSpec, SavedTotals] = {}  # loss sums of the interrupted epoch
 
     def make_network(self) -> Network:
-        """A fresh network on the device."""
+        """A new network on the device."""
         return setup.make_network(self.config, self.method, self.source, self.device, sync=self.ranks.size > 1)
 
     def events(self, stop: Stop | None = None) -> Iterator[Event]:
-        """Do everything that is left to do. The record's status says how it ended: finished, diverged or interrupted.
+        """Do the rest of the run. The record's status says how it ended: finished, diverged or interrupted.
 
-        ``stop`` is asked after each event; once it says yes, the run ends as "interrupted".
+        ``stop`` is called after each event; once it returns True, the run ends as "interrupted".
         """
         self.record.status, self.record.message = "interrupted", ""  # status on disk if the process is killed
         try:
             for event in self._learn_tasks():
-                # All ranks have the same events, but one may wait where another need not.
+                # All ranks have the same events, except that one may wait where another need not.
                 stopping = not isinstance(event, Waiting) and self.ranks.any(stop is not None and stop())
                 yield event
                 if stopping:
@@ -141,7 +141,7 @@ class Run:
             self.method.before_task(context)
         phases = checked_phases(self.config.method.name, self.method, self.method.phases(context))
         if is_resumed and self.config.data.online:
-            # Draw the pass over the stream again: the draw decides which rows are stored in the memory.
+            # Draw the pass over the stream again, because the draw decides which rows are stored in the memory.
             context.draw(context.phase_rows("replay"), phases[0].name, 0)
         while self.position.phase < len(phases):
             yield from self._train_phase(context, phases[self.position.phase])
@@ -150,7 +150,7 @@ class Run:
         if self.method.uses_memory:
             self.memory = context.memory = context.updated_memory()
         self.method.after_task(context)
-        # Ranks on unlike machines may have rounded unlike.
+        # Ranks on different hardware may have rounded differently.
         self.ranks.copy_first([*self.network.state_dict().values(), self.memory.index, self.memory.labels])
         result = evaluate(task, self.config, self.scenario, self.method, self.network, self.test_data, self.ranks)
         entries = {
@@ -161,14 +161,14 @@ class Run:
             "exemplars": len(self.memory),
             "weights": digest(self.network.state_dict()),
         }
-        # One assignment: an exception or a signal leaves the record with the whole task or without it.
+        # A single assignment, so that an exception or a signal leaves the record either with the whole task or without it.
         self.record = self.record.with_task(task.number, entries, result.predictions, time.perf_counter() - started)
         self.previous = self.network.teacher() if self.method.needs_previous else None
         self.position = Position(task.number + 1)
         yield TaskEnded(task.number, self.record.accuracy[-1], len(self.memory))
 
     def context(self, task: Task) -> EngineTaskContext:
-        """The task as a method sees it, with the network and the memory as they are now."""
+        """The task as a method sees it, with the current network and memory."""
         return EngineTaskContext(
             task=task,
             network=self.network,
@@ -198,7 +198,7 @@ class Run:
             set_lr(self.optimizer, lr)
             self.network.train(not phase.eval_mode)
             yield from self._train_epoch(context, phase, settings, blocks, parameters)
-            # Enqueue all that this epoch still needs, and draw the next one, before waiting for the device.
+            # Before waiting for the device, enqueue all remaining work of this epoch and draw the next one.
             is_finite = all_finite(parameters)
             validation_loss = context.validation_loss() if settings.keep == "best" else None
             if epoch + 1 < settings.epochs:
@@ -226,7 +226,7 @@ class Run:
         self.rows, self.optimizer, self.steps, self.best = None, None, {}, None
 
     def _trainable(self, phase: Phase) -> list[nn.Parameter]:
-        """Freeze all parameters but those the phase trains, and return these."""
+        """Freeze all parameters except those that the phase trains, and return these."""
         parameters = self.method.parameters(self.network, phase.trainable)
         chosen = {id(parameter) for parameter in parameters}
         for parameter in self.network.parameters():
@@ -247,7 +247,7 @@ class Run:
         parameters: list[nn.Parameter],
     ) -> Iterator[Event]:
         done, total = 0, sum(block.steps for block in blocks)
-        # Data that does not fit on the device is read ahead, batch by batch; otherwise prefetching does nothing.
+        # Data that does not fit on the device is prefetched batch by batch; otherwise prefetching does nothing.
         shares = (self.ranks.share(block.spec.layout, torch.device("cpu")) for block in blocks)
         batches = (rows for block, share in zip(blocks, shares, strict=True) for rows in share.take(block.index.cpu()))
         prefetch = self.train_data.prefetch(islice(batches, self.position.step, None))
@@ -326,7 +326,7 @@ def run(
 ) -> Record:
     """Train and evaluate one config without writing files. ``drive`` may do more between the events, such as saving."""
     device = setup.device_of(config)
-    # CUDA makes streams and graphs on its current device.
+    # CUDA creates streams and graphs on the current device.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         current = Run(config, ranks, on_event)
         for event in drive(current):

@@ -1,4 +1,4 @@
-"""The settings of a phase, from the method or else from the run; and the optimiser made from them."""
+"""The settings of a phase, from the method or else from the run, and the optimiser made from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tbbn.bench.methods import Phase
 
 @dataclass(frozen=True)
 class PhaseSettings:
-    """The settings of a phase, all filled in."""
+    """The settings of a phase, with every None filled in from the run."""
 
     epochs: int
     lr: float
@@ -61,13 +61,13 @@ class PhaseSettings:
         if self.schedule == "cosine":
             return self.lr * 0.5 * (1 + math.cos(math.pi * (epoch - self.warmup) / (self.epochs - self.warmup)))
         if self.schedule == "multistep":
-            # Rounded up: a short run must not reach a milestone before its first step. 1e-9 absorbs the error of the product.
+            # Rounded up, so that a short run has no milestone before its first step. 1e-9 absorbs the product's rounding error.
             reached = sum(epoch >= math.ceil(m * self.epochs - 1e-9) for m in self.milestones)
             return self.lr * self.gamma**reached
         return self.lr
 
 
-# What an optimiser keeps of each parameter, by the name under which a checkpoint has it.
+# Keys of an optimiser's per-parameter state, by their names in a checkpoint.
 STATE = {"momentum": "momentum_buffer", "adam_step": "step", "adam_mean": "exp_avg", "adam_square": "exp_avg_sq"}
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # by the names of STATE, then by the parameter's position
 
@@ -75,7 +75,7 @@ OptimizerState = Mapping[str, Mapping[str, Tensor]]  # by the names of STATE, th
 def make_optimizer(
     parameters: list[nn.Parameter], settings: PhaseSettings, restored: OptimizerState
 ) -> torch.optim.Optimizer:
-    """The optimiser of these parameters, with the state that a checkpoint had."""
+    """The optimiser of these parameters, with the state restored from a checkpoint, if any."""
     device = parameters[0].device
     lr = torch.tensor(settings.lr, device=device) if device.type == "cuda" else settings.lr
     common: dict[str, Any] = {"lr": lr, "weight_decay": settings.weight_decay, "fused": True}
@@ -88,7 +88,7 @@ def make_optimizer(
         optimizer = adam(parameters, betas=(first, second), capturable=device.type == "cuda", **common)
     for name, tensors in restored.items():
         for position, saved in tensors.items():
-            # In the parameter's memory format: a fused step reads both in storage order.
+            # In the parameter's memory format, because a fused step reads both in storage order.
             parameter = parameters[int(position)]
             own = torch.empty_like(parameter if saved.dim() else saved).copy_(saved).detach()
             optimizer.state[parameter][STATE[name]] = own
@@ -96,7 +96,7 @@ def make_optimizer(
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What an optimiser keeps of its parameters: ``name.position``, names as in ``STATE``."""
+    """An optimiser's state as tensors named ``name.position``, with the names of ``STATE``."""
     parameters = optimizer.param_groups[0]["params"]
     kept = {(name, i): optimizer.state[p].get(key) for name, key in STATE.items() for i, p in enumerate(parameters)}
     return {f"{name}.{i}": tensor for (name, i), tensor in kept.items() if tensor is not None}
@@ -112,5 +112,5 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def all_finite(parameters: list[nn.Parameter]) -> Tensor:
-    """Whether every weight is finite, as a tensor on the device. A sum of absolute values is finite only if all terms are."""
+    """Whether every weight is finite, as a tensor on the device. A sum of absolute values is finite only if all are."""
     return torch.stack(torch._foreach_norm(tuple(parameters), 1)).isfinite().all()

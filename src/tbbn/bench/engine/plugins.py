@@ -1,4 +1,4 @@
-"""The plugins of a config: load them before a run, record them, and require them when the run is resumed."""
+"""The plugins of a config: load them before a run, record them, and require them when a run is resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_plugins(config: RunConfig) -> None:
 
 
 def load_needed_plugins(config: RunConfig) -> None:
-    """Load the plugins of a run's config. One may be missing if what it brings is there, as when its file has moved."""
+    """Load the plugins of a run's config. One may be missing, say because its file moved, if all names are registered."""
     for plugin in config.plugins:
         try:
             load_plugin(plugin)
@@ -33,7 +33,7 @@ def load_needed_plugins(config: RunConfig) -> None:
 
 
 def used_plugins(config: RunConfig) -> list[dict[str, Any]]:
-    """For the record: each plugin that the config uses, with version or file hash, the names it brings, and their defaults."""
+    """For the record: each plugin that the config uses, with its version or file hash, the names used, and their defaults."""
     found: dict[Any, dict[str, Any]] = {}
     for registry, name in _names(config):
         origin = registry.entry(name).origin if name in registry else BUILT_IN
@@ -53,7 +53,7 @@ def used_plugins(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def require_plugins(config: RunConfig, recorded: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Load the plugins of a run that is resumed. The error for a missing one says what it brings."""
+    """Load the plugins of a run that is resumed. The error for a missing plugin says which name comes from it."""
     try:
         load_needed_plugins(config)
     except UserError as error:
@@ -69,7 +69,7 @@ def require_plugins(config: RunConfig, recorded: Sequence[Mapping[str, Any]], wh
 
 
 def check_unchanged(config: RunConfig, recorded: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Refuse to resume a run whose plugin's file has changed: its results would be of neither version."""
+    """Refuse to resume a run if a plugin's file has changed: its results would belong to neither version."""
     now = {text: plugin.get("file_sha256") for plugin in used_plugins(config) for text in plugin["brings"]}
     for plugin in recorded:
         here = [now.get(text) for text in plugin["brings"] if now.get(text)]
@@ -80,7 +80,7 @@ def check_unchanged(config: RunConfig, recorded: Sequence[Mapping[str, Any]], wh
 
 
 def without_data(config: RunConfig) -> str:
-    """Why the config's data set cannot be loaded here: its plugin is missing, or it was given in memory; empty if it can."""
+    """Why the config's data set cannot be loaded here (a missing plugin, or data passed in memory); empty if it can."""
     for name in base_names(config.data.name):
         if name not in DATASETS:
             return f"dataset {name!r} comes from a plugin that is not here"
@@ -90,7 +90,7 @@ def without_data(config: RunConfig) -> str:
 
 
 def without_plugins(config: RunConfig) -> str:
-    """Why the config's network and method cannot be made here: a plugin is missing; empty if they can."""
+    """Why the config's names cannot be resolved here (a missing plugin); empty if they can."""
     for registry, name in _names(config):
         if name not in registry:
             return f"{registry.kind} {name!r} comes from a plugin that is not here"
@@ -98,7 +98,7 @@ def without_plugins(config: RunConfig) -> str:
 
 
 def describe_plugins(recorded: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each plugin of a record."""
+    """One line per plugin of a record."""
     return [f"plugin {_shown(plugin)}: {', '.join(plugin['brings'])}" for plugin in recorded]
 
 

@@ -1,14 +1,14 @@
-"""One run over several processes, its ranks: which rows are whose, and what the ranks exchange.
+"""Train one run in several processes (ranks): how rows are divided, and what the ranks exchange.
 
 Every rank has all data, the same weights and the same random draws. In a training step:
 
     the batch       is drawn as in a single process; each rank takes its share of the current and of the memory rows
-    the norms       take their statistics over the rows of all ranks (``tbbn.convert(..., sync=True)``)
-    the outputs     are gathered, so each rank has the loss of the whole batch, whatever the method computes from it
+    the norms       compute their statistics over the rows of all ranks (``tbbn.convert(..., sync=True)``)
+    the outputs     are gathered, so that each rank has the loss of the whole batch, whatever the method computes from it
     the gradients   of that loss, each rank's from its own rows, are summed over the ranks
 
-So the weights stay equal on all ranks and, but for rounding, to those of a single process. Evaluation, herding and all other
-passes in eval mode are divided and gathered too. :class:`Ranks` is a process alone; :class:`ProcessRanks` are several.
+So the weights stay equal on all ranks and, up to rounding, equal to those of a single process. Evaluation, herding and all other
+passes in eval mode are also divided and gathered. :class:`Ranks` is for a single process, :class:`ProcessRanks` for several.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ from tbbn.nn.sync import Counts
 
 
 class Share:
-    """What a rank has of the batches of one layout. This one is of a process alone: everything."""
+    """A rank's share of the batches of one layout. This class is for a single process, which has everything."""
 
     rows: Tensor | None = None  # positions in the whole batch; None: all
-    counts: Counts | None = None  # of all ranks; None: there are no others
+    counts: Counts | None = None  # of all ranks; None: a single process
 
     def take(self, index: Tensor) -> Tensor:
-        """The entries (..., rows) of this rank's rows."""
+        """The entries of this rank's rows from ``index`` (..., rows)."""
         return index
 
     def of(self, batch: Batch) -> Batch:
-        """This rank's part of a batch whose images are this rank's already."""
+        """This rank's part of a batch whose images are already only this rank's."""
         return batch
 
     def whole(self, output: Output, *, stages: bool) -> Output:
-        """The output on the whole batch from those of all ranks; with ``stages``, the maps of the stages too."""
+        """The output on the whole batch, gathered from all ranks; with ``stages``, also the maps of the stages."""
         return output
 
 
 class Ranks:
-    """The processes that train a run together, seen from one of them. This class is a process alone."""
+    """The processes that train a run together, as one of them sees it. This class is for a single process."""
 
     rank, size = 0, 1
 
     def share(self, layout: tuple[int, int], device: torch.device) -> Share:
-        """This rank's share of batches on a device, with that many current and memory rows."""
+        """This rank's share of batches on a device with ``layout`` = (current rows, memory rows)."""
         return Share()
 
     def part(self, rows: Tensor) -> Tensor:
-        """This rank's part of the rows of a pass in eval mode."""
+        """This rank's part of the rows for a pass in eval mode."""
         return rows
 
     def gather(self, values: Tensor, n_rows: int) -> Tensor:
-        """The values (n_rows, ...) of all rows, from those that each rank has for its ``part``."""
+        """The values (n_rows, ...) of all rows, gathered from the values of each rank's ``part``."""
         return values
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over the ranks."""
 
     def once(self, term: Tensor) -> Tensor:
-        """A term of the loss that every rank has in full, with this rank's part of its gradient."""
+        """A loss term that every rank computes in full, scaled so that gradients summed over ranks count it once."""
         return term
 
     def any(self, value: bool) -> bool:
@@ -75,18 +75,18 @@ class Ranks:
         return value
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
-        """Give all ranks the values of rank 0, in place."""
+        """Copy rank 0's values to all ranks, in place."""
 
     @contextmanager
     def alone(self, network: nn.Module) -> Iterator[None]:
-        """In this block every rank forwards the same whole batch, so norms do not add up the ranks."""
+        """Turn off synchronisation of the norms inside the block, where every rank forwards the same whole batch."""
         yield
 
     def announce(self, state: bytes) -> None:
-        """Tell the other ranks the state in which a run starts; they take part in it from here on."""
+        """Send the other ranks the state in which a run starts; from here on they take part in it."""
 
     def ended(self) -> None:
-        """The run that was announced is over, on all ranks at the same event."""
+        """Mark the announced run as over, on all ranks at the same event."""
 
 
 ALONE = Ranks()
@@ -119,7 +119,7 @@ class ProcessRanks(Ranks):
         return term.detach() + (term - term.detach()) / self.size
 
     def any(self, value: bool) -> bool:
-        flag = torch.tensor(int(value))  # on the CPU: the host needs the answer, and the device may be far behind
+        flag = torch.tensor(int(value))  # on the CPU: the host needs the result, and the device may lag far behind
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
@@ -148,13 +148,13 @@ class ProcessRanks(Ranks):
         self.is_running = False
 
     def receive(self) -> bytes:
-        """What rank 0 announces next; empty: there is nothing more to do."""
+        """Wait for rank 0's next announcement; empty means that there is nothing more to do."""
         content = self._broadcast(None).numpy().tobytes()
         self.is_running = bool(content)
         return content
 
     def dismiss(self) -> None:
-        """Let the other ranks end, if they wait for an announcement."""
+        """End the other ranks, if they wait for an announcement."""
         if not self.is_running:
             self._broadcast(torch.empty(0, dtype=torch.uint8))
 
@@ -179,7 +179,7 @@ class ProcessShare(Share):
         self.counts = [(len(_piece(current, k, size)), len(_piece(memory, k, size))) for k in range(size)]
         self.own_counts = self.counts[rank]
         self.rows = pieces[rank].to(device)
-        # Where each row of the whole batch is in the outputs of rank 0, 1, ... one after another.
+        # The position of each row of the whole batch in the concatenated outputs of rank 0, 1, ...
         self.order = torch.cat(pieces).argsort().to(device)
 
     def take(self, index: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class ProcessShare(Share):
 
 
 class _Whole(torch.autograd.Function):
-    """The rows of all ranks in the order of the whole batch. Every rank has the same loss, so backward takes its own rows."""
+    """Gathers the rows of all ranks in the order of the whole batch. Backward keeps only this rank's rows of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, share: ProcessShare) -> Tensor:
@@ -219,7 +219,7 @@ def _piece(rows: Tensor, rank: int, size: int) -> Tensor:
 
 
 def _gather_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The rows of rank 0, 1, ... one after another. Ranks send equal sizes, so shorter parts are padded."""
+    """Concatenate the rows of rank 0, 1, ... All ranks must send the same size, so shorter parts are padded."""
     padded = values.new_zeros(max(lengths), *values.shape[1:])
     padded[: len(values)] = values
     parts = [torch.empty_like(padded) for _ in lengths]

@@ -33,14 +33,14 @@ class Record:
     class_order: list[int] = field(default_factory=list)
     task_sizes: list[int] = field(default_factory=list)
     accuracy: list[list[float]] = field(default_factory=list)  # class-IL: the task of a test image is unknown
-    task_il: list[list[float]] = field(default_factory=list)  # task-IL: it is given
+    task_il: list[list[float]] = field(default_factory=list)  # task-IL: the task of a test image is given
     errors: list[dict[str, int]] = field(default_factory=list)  # after each task: C->C, C->P, P->C, P->P
     exemplars: list[int] = field(default_factory=list)  # memory rows after each task
     splits: list[int] = field(default_factory=list)  # r* of a full batch in each task
     history: list[dict[str, Any]] = field(default_factory=list)  # one entry per epoch
     skipped: list[str] = field(default_factory=list)  # image files left out because they cannot be read
     weights: list[str] = field(default_factory=list)  # SHA-256 of the network's state after each task
-    plugins: list[dict[str, Any]] = field(default_factory=list)  # each with version or file hash, and what it brings
+    plugins: list[dict[str, Any]] = field(default_factory=list)  # each with version or file hash, and the names used
     resumed: list[dict[str, Any]] = field(default_factory=list)  # environments of later sessions, where they differ
     seconds: float = 0.0  # of training and evaluation, over all sessions
     predictions: dict[str, Tensor] = field(default_factory=dict)  # predicted class of every test image, by task learnt
@@ -55,16 +55,16 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Every metric over the tasks learnt so far; empty before the first task is done."""
+        """All metrics over the tasks learnt so far; empty before the first task is done."""
         if not self.accuracy:
             return {}
         sizes = self.task_sizes[: len(self.accuracy)]
         return metrics.summary(self.accuracy, weights=sizes, task_il=self.task_il)
 
     def kept_epochs(self) -> dict[tuple[int, str], int]:
-        """For each phase of each task learnt, the epoch (from 0) whose weights were kept.
+        """The 0-based epoch whose weights were kept, for each phase of each task learnt.
 
-        Where the best epoch is kept, entries have a validation loss, and the first with the lowest one counts. Elsewhere the
+        If the best epoch is kept, entries have a validation loss, and the first epoch with the lowest one counts. Otherwise the
         last epoch counts.
         """
         kept: dict[tuple[int, str], dict[str, Any]] = {}
@@ -75,13 +75,13 @@ class Record:
         return {key: entry["epoch"] for key, entry in kept.items()}
 
     def with_task(self, task: int, entries: Mapping[str, Any], predictions: Tensor, seconds: float) -> Record:
-        """A record with one more task; ``entries`` has the next entry of each list that has one per task."""
+        """The record with one more task; ``entries`` has its entry for each of the lists with one entry per task."""
         longer: dict[str, Any] = {name: [*getattr(self, name), entry] for name, entry in entries.items()}
         longer["predictions"] = {**self.predictions, f"task{task}": predictions}
         return replace(self, **longer, seconds=self.seconds + seconds)
 
     def tree(self) -> dict[str, Any]:
-        """The record as JSON has it: everything but the tensors."""
+        """The record as in its JSON file: everything but the tensors."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "predictions"}
 
     def to_json(self, **more: str) -> str:
@@ -118,7 +118,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        # A tensor of one value is contiguous whatever its stride; view(dtype) wants stride 1.
+        # A tensor with one value counts as contiguous whatever its stride, but view(dtype) needs stride 1.
         flat = tensor.as_strided((tensor.numel(),), (1,))
         found.update(flat.view(dtype=torch.uint8).numpy().data if tensor.numel() else b"")
     return found.hexdigest()

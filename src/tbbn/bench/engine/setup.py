@@ -1,4 +1,4 @@
-"""Make the objects of a run from its config: method, device, data, scenario, memory, network."""
+"""Build the objects of a run from its config: method, device, data, scenario, memory, network."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def device_of(config: RunConfig) -> torch.device:
         if found.type == "meta":
             raise RuntimeError("tensors there hold no numbers")
         torch.empty(0, device=found)
-    except Exception as error:  # a device that this build of torch does not have fails in any way
+    except Exception as error:  # a device that this build of torch lacks may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"device {config.device!r} cannot be used here: {reason}. Use 'cpu' or 'auto'.") from None
     return found
@@ -60,7 +60,7 @@ def memory_format_of(config: RunConfig, device: torch.device) -> torch.memory_fo
 
 
 def load_source(config: RunConfig, *, download: bool | None = None, on_progress: Progress | None = None) -> Source:
-    """The data set of a config, with images of the size the config asks for."""
+    """The data set of a config, with images of the configured size."""
     data = config.data
     try:
         source = loading.load(
@@ -81,7 +81,7 @@ def load_source(config: RunConfig, *, download: bool | None = None, on_progress:
 
 
 def outline_source(config: RunConfig) -> Outline:
-    """The data set of a config without its images, and what about it is an estimate. Downloads nothing."""
+    """The data set of a config without its images, and a note on what is estimated. Downloads nothing."""
     data = config.data
     found = outline(data.name, data.root, size=data.size or None, unreadable=data.unreadable, split=data.split)
     _check_crop(config, found.source)
@@ -97,7 +97,7 @@ def _check_crop(config: RunConfig, source: Source) -> None:
 
 
 def scenario_of(config: RunConfig, source: Source) -> Scenario:
-    """The tasks of a config: all of them, or as many as ``data.stop_after`` says."""
+    """The tasks of a config: all of them, or only the first ``data.stop_after``."""
     data = config.data
     order: str | list[int] = data.class_order
     if "," in data.class_order:
@@ -157,7 +157,7 @@ def full_batch(config: RunConfig, method: Method, task: int) -> FullBatch:
 
 
 def image_shape(config: RunConfig, source: Source) -> tuple[int, int, int]:
-    """Channels, height and width of what the network sees."""
+    """Channels, height and width of the network's input."""
     channels, height, width = source.train.images.shape[1:]
     return channels, config.data.crop or height, config.data.crop or width
 
@@ -165,9 +165,9 @@ def image_shape(config: RunConfig, source: Source) -> tuple[int, int, int]:
 def make_network(
     config: RunConfig, method: Method, source: Source, device: torch.device, *, sync: bool = False
 ) -> Network:
-    """A fresh network on the device: the config's backbone with its norm, and the method's head without classes.
+    """A new network on the device: the config's backbone with its norm, and the method's head without classes.
 
-    With ``sync``, norms take their statistics over all ranks; an error says if the config's norm cannot.
+    With ``sync``, norms compute their statistics over all ranks; raises if the config's norm cannot.
     """
     weights = seeds.generator(config.seed, "weights")
     network = build_network(config, method, image_shape(config, source), weights, sync=sync)
@@ -208,7 +208,7 @@ def has_splits(config: RunConfig) -> bool:
 
 
 def check_ranks(config: RunConfig) -> None:
-    """Raise if several ranks cannot train the config: its norm cannot synchronise, or its device is that of one rank."""
+    """Raise if several ranks cannot train the config: its norm cannot synchronise, or it names a single GPU."""
     if config.device.startswith("cuda:"):
         raise UserError(f"each rank has a GPU of its own, got device = {config.device!r}; use 'cuda' or 'auto'.")
     _convert(nn.Sequential(nn.BatchNorm2d(64)), config, sync=True)
@@ -217,7 +217,7 @@ def check_ranks(config: RunConfig) -> None:
 def training_forward(
     config: RunConfig, network: Network, scenario: Scenario, task: Task, device: torch.device
 ) -> TrainingForward:
-    """How batches of a task pass through the network."""
+    """The training forward for the batches of a task."""
     return TrainingForward(
         past_tasks=task.number,
         takes_layout=is_balanced(network),
@@ -227,7 +227,7 @@ def training_forward(
 
 
 def on_device(config: RunConfig, source: Source, scenario: Scenario, part: str, device: torch.device) -> DeviceDataset:
-    """The "train" or the "test" part of the data on the device, or streamed to it."""
+    """The "train" or "test" part of the data, on the device or streamed to it."""
     stored, labels = getattr(source, part), getattr(scenario, f"{part}_labels")
     labels, mean, std = (t.to(device) for t in (labels, torch.tensor(source.mean), torch.tensor(source.std)))
     images = place_on_device(stored.images, device, config.data.stream)
@@ -246,7 +246,7 @@ def record_of(
     record = new_record(config)
     record.environment |= {"ranks": ranks} if ranks > 1 else {}
     record.environment["device"] = device.type
-    if device.type == "cpu" and is_balanced(network):  # the last bits depend on the kernel
+    if device.type == "cpu" and is_balanced(network):  # the last bits of results depend on the kernel
         record.environment["cpu_kernel"] = native.status()
     record.class_order = list(scenario.class_order)
     record.task_sizes = list(scenario.task_sizes)
@@ -256,6 +256,6 @@ def record_of(
 
 
 def data_facts(config: RunConfig, source: Source) -> dict[str, Any]:
-    """What a record says about the data: class names, shape of the network's input, channel mean and std."""
+    """The data's entry in a record: class names, shape of the network's input, channel mean and std."""
     stats = {"mean": list(source.mean), "std": list(source.std)}
     return {"classes": list(source.classes), "shape": list(image_shape(config, source)), **stats}

@@ -1,7 +1,7 @@
 """One training step as a function of device tensors: rows and augmentation parameters in, updated weights out.
 
-Everything random was drawn before the epoch, everything the step needs is on the device, and nothing in it waits for the
-device. So a step can run eagerly, or be captured once as a CUDA graph and replayed.
+All random numbers are drawn before the epoch, all inputs of the step are on the device, and it has no host sync. So a step can
+run eagerly, or be captured once as a CUDA graph and replayed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tbbn.bench.models import Network, Output
 from tbbn.errors import UserError
 from tbbn.nn import penalty
 
-# What else an epoch's entry in the history holds, and the engine's own terms.
+# Reserved names: the other keys of an epoch's entry in the history, and the engine's own terms.
 _TAKEN = ("task", "phase", "epoch", "lr", "validation", "norm", "total")
 
 LossFunction = Callable[[Batch, Output, Output | None], Losses]
@@ -32,7 +32,7 @@ LossFunction = Callable[[Batch, Output, Output | None], Losses]
 
 @dataclass(frozen=True, eq=False)
 class SavedTotals:
-    """The loss sums of an unfinished epoch, as a checkpoint has them; the fields are those of :class:`Step`."""
+    """The loss sums of an unfinished epoch, from a checkpoint; the fields are those of :class:`Step`."""
 
     names: list[str]
     totals: Tensor
@@ -56,7 +56,7 @@ class Step:
     clip_norm: float  # 0: no limit
     clip_value: float  # 0: no limit
     precision: str
-    captured: bool  # as a CUDA graph
+    captured: bool  # capture the step as a CUDA graph
     ranks: Ranks
     needs_stages: bool  # whether the loss uses the maps of the stages
     place: str  # of the method, for errors
@@ -71,7 +71,7 @@ class Step:
         self.has_penalty = self.forward.takes_layout and self.spec.has_layout
         half = self.precision == "bf16" and device.type == "cuda"
         self.working = WorkingCopies(self.network) if half else None
-        # The previous network is not trained, so its copies are made only once, here.
+        # The previous network is not trained, so its copies are made once.
         self.teacher = WorkingCopies(self.previous) if half and self.previous is not None else self.previous
         self.graph = CapturedFunction(self.train) if self.captured else None
 
@@ -80,7 +80,7 @@ class Step:
         self.finite_steps.fill_(saved.finite_steps)
 
     def __call__(self, index: Tensor, inputs: list[Tensor]) -> None:
-        """Train on one batch: its rows, and the inputs :meth:`BatchMaker.make_batch` wants for them."""
+        """Train on one batch, given its rows and the inputs that :meth:`BatchMaker.make_batch` takes with them."""
         self.count += 1
         (self.train if self.graph is None else self.graph)(index, *inputs)
 
@@ -101,12 +101,12 @@ class Step:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.optimizer.step()
         self.totals += torch.stack([*terms.values(), total]).detach()
-        # The sum of losses stays non-finite once it is. x - x == 0 tests this with two launches, isfinite takes four.
+        # Once the sum of losses is non-finite it stays so. x - x == 0 tests this with two launches; isfinite takes four.
         sum_of_losses = self.totals[-1]
         self.finite_steps += sum_of_losses - sum_of_losses == 0
 
     def losses(self, batch: Batch) -> Losses:
-        """The loss terms of a batch, with their graph."""
+        """The loss terms of a batch, with their autograd graph."""
         named = f"{self.place}: {getattr(self.loss, '__name__', 'loss')}"  # a partial has no name
         with autocast(self.precision, batch.images.device):
             previous = None
@@ -145,7 +145,7 @@ def _checked(what: str, terms: object) -> Losses:
 
 
 def read_totals(steps: Iterable[Step]) -> dict[str, float]:
-    """The mean of each loss term over the steps since the last reading. Waits for the device; resets finite totals."""
+    """The mean of each loss term over the steps since the last reading. A host sync; resets finite totals."""
     sums: dict[str, float] = {}
     count = 0
     for step in steps:
@@ -161,7 +161,7 @@ def read_totals(steps: Iterable[Step]) -> dict[str, float]:
 
 
 def describe_divergence(network: Network, steps: Iterable[Step], losses: dict[str, float]) -> str:
-    """Since when the loss is not finite, its terms, and the largest gradient."""
+    """A description: the step since which the loss is not finite, its terms, and the largest gradient."""
     bad = [int(step.finite_steps) + 1 for step in steps if not step.totals.isfinite().all()]
     since = f"step {min(bad)} of its batch layout" if bad else "a step"
     norms = {name: p.grad.norm().item() for name, p in network.named_parameters() if p.grad is not None}

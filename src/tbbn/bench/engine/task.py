@@ -1,4 +1,4 @@
-"""A task being learnt: the rows of its phases, the batches of its epochs, and the passes a method may ask for."""
+"""A task being learnt: the rows of its phases, the batches of its epochs, and the passes that a method may request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Validation:
     """The pass over the validation rows of a task."""
 
     rows: Tensor
-    loss: Tensor  # where the pass leaves its result
+    loss: Tensor  # the pass writes its result here
     run: Callable[[Tensor], None]
 
 
@@ -65,7 +65,7 @@ class EngineTaskContext(TaskContext):
     training_forward: TrainingForward
     ranks: Ranks
     reservoir: Reservoir | None = None  # online: the memory after the pass over the task
-    validation: Validation | None = None  # made when it is first needed
+    validation: Validation | None = None  # made on first use
 
     @property
     def number(self) -> int:
@@ -86,7 +86,7 @@ class EngineTaskContext(TaskContext):
         labels = self.maker.data.labels
         return labels[to_device(rows, labels.device)]
 
-    # What a phase trains on. -----------------------------------------------------------------------------------------
+    # Training rows. --------------------------------------------------------------------------------------------------
 
     def phase_rows(self, kind: str) -> PhaseRows:
         """The rows of a phase; chosen once, when the phase begins."""
@@ -118,8 +118,8 @@ class EngineTaskContext(TaskContext):
     def _balanced_rows(self, current: Tensor, memory: Tensor) -> PhaseRows:
         n_per_class = max(1, len(memory) // self.n_old_classes)
         current = balanced_rows(current, self.labels(current).cpu(), n_per_class, self.generator("balanced"))
-        # A batch has current and memory rows in proportion to both sets, but at least one current row: after many tasks
-        # the proportion alone would give less than one.
+        # A batch has current and memory rows in proportion to both sets, but at least one current row: after many tasks the
+        # proportion alone would give less than one.
         least = -(-len(memory) // (self.config.batch.size - 1))
         return PhaseRows("balanced", current, memory, (max(len(current), least), len(memory)), has_layout=True)
 
@@ -133,7 +133,7 @@ class EngineTaskContext(TaskContext):
         return self.memory.index.cpu() if self.method.uses_memory else self.task.train[:0]
 
     def _seen_rows(self) -> tuple[Tensor, Tensor]:
-        """Rows of the task and of the memory. Of an online task only the rows in the reservoir are left."""
+        """Rows of the task and of the memory. After an online pass, only the rows in the reservoir are left."""
         if self.reservoir is None:
             return self._train_rows(), self._memory_rows()
         stored = self.reservoir.index.cpu()
@@ -141,7 +141,7 @@ class EngineTaskContext(TaskContext):
         return (stored[is_new], stored[~is_new]) if is_new.any() else (stored, stored[:0])
 
     def held_out(self) -> Tensor:
-        """Rows of the task and the memory, class-balanced, left to a "holdout" phase; none in the first task."""
+        """Class-balanced rows of the task and the memory, reserved for a "holdout" phase; none in the first task."""
         share = self.method.holdout()
         if not share or not len(self.memory) or not self.number:
             return self.task.train[:0]
@@ -150,7 +150,7 @@ class EngineTaskContext(TaskContext):
         return rows[select("random", None, self.labels(rows).cpu(), n_per_class, self.generator("holdout"))]
 
     def draw(self, rows: PhaseRows, *purpose: str | int) -> list[EpochBlock]:
-        """Draw the rows and augmentation parameters of an epoch on the CPU, and send them to the device."""
+        """Draw the rows and augmentation parameters of an epoch on the CPU, and copy them to the device."""
         generator, batch = self.generator("batches", *purpose), self.config.batch
         blocks: list[IndexBlock]
         if self.config.data.online and rows.kind == "replay" and not self.method.all_data:
@@ -164,7 +164,7 @@ class EngineTaskContext(TaskContext):
                 without=self.held_out(),
                 generator=generator,
             )
-            # Only the first pass over an online task fills the memory; later ones, for a method, store nothing.
+            # Only the first pass over an online task fills the memory; later passes, which a method requests, store nothing.
             self.reservoir = reservoir if self.reservoir is None else self.reservoir
         else:
             blocks = epoch_blocks(
@@ -192,7 +192,7 @@ class EngineTaskContext(TaskContext):
             has_layout=has_layout,
         )
 
-    # Passes that train nothing. --------------------------------------------------------------------------------------
+    # Passes without training. ----------------------------------------------------------------------------------------
 
     def batches(self, purpose: str) -> Iterator[Batch]:
         reservoir = self.reservoir
@@ -220,9 +220,9 @@ class EngineTaskContext(TaskContext):
         )
 
     def validation_loss(self) -> Tensor:
-        """Cross-entropy over all classes so far on the validation rows: the paper's code selects epochs by it.
+        """Cross-entropy over all classes so far on the validation rows; the paper's code selects epochs by it.
 
-        On a GPU the pass is captured, as steps are: while the host launches its kernels one by one, no other lane can go on.
+        On a GPU the pass is captured, like steps: while the host launches kernels one by one, no other lane can advance.
         """
         if self.validation is None:
             rows, data = self.validation_rows(), self.maker.data
@@ -239,7 +239,7 @@ class EngineTaskContext(TaskContext):
         self.validation.loss.copy_(F.cross_entropy(logits.float(), self.labels(rows)))
 
     def validation_rows(self) -> Tensor:
-        """The task's validation rows; for joint training those of all tasks so far.
+        """The task's validation rows; for joint training, those of all tasks so far.
 
         With ``data.validate = "whole-batches"`` the task's rows are sorted by class, and a short last batch is left out.
         """
@@ -251,12 +251,12 @@ class EngineTaskContext(TaskContext):
         return rows[self.labels(rows).cpu().argsort(stable=True)][: len(rows) // size * size]
 
     def _evaluate(self, rows: Tensor, keep: Callable[[Output], T], flip: bool = False) -> list[T]:
-        """What is kept of this rank's part of the rows, batch by batch."""
+        """``keep(output)`` for each batch of this rank's part of the rows."""
         size, precision, rows = self.config.batch.evaluation, self.config.precision, self.ranks.part(rows)
         return list(evaluation_pass(self.network, self.maker.data, rows, size, precision, keep, flip))
 
     def _joined(self, parts: list[Tensor], rows: Tensor) -> Tensor:
-        """The values of all rows, from the batches of all ranks."""
+        """The values of all rows, gathered from the batches of all ranks."""
         return self.ranks.gather(torch.cat(parts), len(rows))
 
     def updated_memory(self, purpose: str = "exemplars") -> ExemplarMemory:

@@ -1,4 +1,4 @@
-"""Torch's process-wide settings while a run is at work: threads, precision, determinism."""
+"""Torch's process-wide settings during a run: threads, precision, determinism."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tbbn.bench.config import RunConfig
 
 
 class torch_settings:
-    """Set torch's process-wide settings for a run. Runs in lanes share them; the last one to leave restores them.
+    """Set torch's process-wide settings for a run. Runs in lanes share them; the last run to leave restores them.
 
-    A run on a CPU changes the number of threads only: flags of CUDA may be locked by other libraries.
+    A run on a CPU changes only the number of threads, because other libraries may have locked the CUDA flags.
     """
 
     inside = 0

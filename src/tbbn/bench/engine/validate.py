@@ -1,4 +1,4 @@
-"""Check a config, and its data, before training; every error is one line."""
+"""Check a config and its data before training. Every error is one line."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, NORMS
 
 
 def check(config: RunConfig) -> RunConfig:
-    """Raise for the first setting that cannot run. Loads plugins, but no data. Returns the config with all options of plugins."""
+    """Raise for the first setting that cannot run. Loads plugins, but no data. Returns the config with all plugin options."""
     check_settings(config)
     load_needed_plugins(config)
     config = complete(config)
     method = method_of(config)
     AUGMENTATIONS.entry(config.batch.augment)
-    if BACKBONES.entry(config.backbone).origin == BUILT_IN:  # another may need the size of the images
+    if BACKBONES.entry(config.backbone).origin == BUILT_IN:  # a plugin's may depend on the image size
         _check_network(config, method, (3, 32, 32))
     memory_of(config)
     batch_layout(config.batch.size, ratio_of(config))
@@ -49,7 +49,7 @@ def check(config: RunConfig) -> RunConfig:
 
 
 def check_used(asked: Collection[str], configs: Sequence[RunConfig]) -> None:
-    """Refuse settings that somebody asked for and that runs with these configs would not read."""
+    """Raise for settings that the user gave explicitly but that no run with these configs would read."""
     for name in configs[0].quirks:
         taken = [config for config in configs if _takes_effect(name, config)]
         if not taken:
@@ -80,17 +80,17 @@ def _validate_unread(config: RunConfig) -> str:
     return f"method {config.method.name!r}, which validates on all tasks so far" if method_of(config).all_data else ""
 
 
-_READERS = {"data.validate": _validate_unread}  # of a setting that not every run reads, why one does not
+_READERS = {"data.validate": _validate_unread}  # for settings that not every run reads: why a run does not
 
 
 def _unread(name: str, configs: Sequence[RunConfig]) -> str:
-    """Why no run reads this setting, if that is so."""
+    """Why no run reads this setting; empty if one does."""
     reasons = [_READERS[name](config) if name in _READERS else "" for config in configs]
     return f"{name} has no effect with {reasons[0]}" if all(reasons) else ""
 
 
 def _takes_effect(quirk: str, config: RunConfig) -> bool:
-    """Whether the quirk is for this run, and no other setting overrides it."""
+    """Whether the quirk applies to this run and no other setting overrides it."""
     known, values = QUIRKS[quirk], flatten(to_dict(config))
     applies = known.applies(config.norm.name, config.method.name, config.data.name)
     return applies and all(values.get(key) == value for key, value in known.values.items())
@@ -144,22 +144,22 @@ def _check_network(config: RunConfig, method: Method, shape: tuple[int, int, int
 
 
 class _Network(NamedTuple):
-    has_stages: bool  # whether the backbone returns them
-    takes_layout: bool  # whether a norm does
-    max_tasks: float  # how many tasks the norms can tell apart
+    has_stages: bool  # whether the backbone returns the maps of its stages
+    takes_layout: bool  # whether a norm takes the layout of a batch
+    max_tasks: float  # the number of tasks that the norms can tell apart
 
 
 @functools.cache
 def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *registered: object) -> _Network:
-    """Build the backbone with the norm and forward two images: only so is it known that, say, groups divide the channels.
+    """Build the backbone with the norm and forward two images. Nothing else shows that, say, groups divide the channels.
 
-    ``registered`` is what the two names stand for: a name may be registered again, and the cache must notice.
+    ``registered`` holds the values of the two names, so that the cache misses if a name is registered again.
     """
     images = torch.zeros(2, *shape)
     with BACKBONES.blame(name):
         body = backbone(name, in_channels=shape[0], image_size=shape[1:]).train()
         if BACKBONES.entry(name).origin != BUILT_IN:
-            made = tuple(body(images).pooled.shape)  # with plain batch norm: what fails here is not the norm's
+            made = tuple(body(images).pooled.shape)  # with plain batch norm, so a failure here is not the norm's
             if made != (2, body.n_features):
                 raise UserError(
                     f"{BACKBONES.place(name)}: must return features (2, {body.n_features}) for two images, got {made}."
@@ -172,7 +172,7 @@ def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *register
         )
     try:
         with NORMS.blame(norm.name):
-            # `convert` would take `sync` and `skip`, which are no options of a norm, for arguments of its own.
+            # Without this check `convert` would take `sync` and `skip`, which are not options of a norm, as its own arguments.
             options = checked_options(f"norm {norm.name!r}", NORMS.options(norm.name), norm.dict())
             _watch_norms(convert(body, norm.name, **options).train(), norm.name)(images)
     except TypeError as error:
@@ -187,7 +187,7 @@ def _try_network(name: str, norm: Choice, shape: tuple[int, int, int], *register
 
 
 def _watch_norms(network: nn.Module, norm: str) -> nn.Module:
-    """The network, which raises where a layer of a plugin's norm returns something of another shape than it got."""
+    """Make the network raise if a layer of a plugin's norm returns anything but a tensor of its input's shape."""
     if NORMS.entry(norm).origin == BUILT_IN:
         return network
     value = NORMS.get(norm)
@@ -233,7 +233,7 @@ def check_data(config: RunConfig, method: Method, memory: ExemplarMemory, scenar
 
 
 def _try_augmentation(config: RunConfig, source: Source) -> None:
-    """Augment a few images. What a step would take without a word, such as images in [0, 255], is an error here."""
+    """Augment a few images. Raises for results that a step would silently accept, such as images in [0, 255]."""
     name, n = config.batch.augment, 3
     shape = tuple(source.train.images.shape[1:])
     images = torch.linspace(0, 255, n * math.prod(shape)).view(n, *shape).to(torch.uint8)
@@ -248,7 +248,7 @@ def _try_augmentation(config: RunConfig, source: Source) -> None:
         views = made.apply(images, drawn[0])
         _check_tensor(f"{AUGMENTATIONS.place(name)}: apply", views, (n, *image_shape(config, source)))
     low, high = (float(limit) for limit in views.aminmax())
-    if not (low >= -1e-3 and high <= 1 + 1e-3):  # rounding may exceed the range a little; NaN is outside
+    if not (low >= -1e-3 and high <= 1 + 1e-3):  # rounding may exceed the range a little; NaN fails the test
         raise UserError(f"{AUGMENTATIONS.place(name)}: apply must return images in [0, 1], got {low:g} to {high:g}.")
 
 
@@ -262,7 +262,7 @@ def _check_tensor(what: str, made: object, shape: tuple[int, ...]) -> None:
 
 
 def check_memory(method: Method, memory: ExemplarMemory, scenario: Scenario, source: Source) -> None:
-    """Raise if the budget is below one exemplar a class, or above the images of a class where it is per class."""
+    """Raise if the budget gives less than one exemplar per class or, if it is per class, exceeds a class's images."""
     if not method.uses_memory or not memory.budget:
         return
     memory.quota(scenario.n_classes)  # raises if it is too small for all classes
