@@ -1,7 +1,7 @@
 """The state of a run in one safetensors file: its tensors, and the rest as JSON in the file's metadata.
 
-No random state is saved: every draw is a function of the seed and the position. The previous checkpoint is kept, in case the
-newest is damaged; a checksum over all bytes tells.
+No random state is saved, because every draw is a function of the seed and the position. The previous checkpoint is kept in case
+the newest is damaged, which a checksum over all bytes detects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tbbn.bench.files import NO_SEAL, read_limited, seal, seal_problem, temporar
 from tbbn.errors import UserError
 
 SCHEMA = 2
-LARGEST = 2**36  # bytes; reading takes as much memory as the file has
+LARGEST = 2**36  # bytes; reading takes as much memory as the file is large
 NEWEST, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 ARRIVING = "checkpoint.arriving.safetensors"  # complete, but not yet NEWEST
 CANDIDATES = (NEWEST, ARRIVING, PREVIOUS)  # a process killed between two renames leaves only the last two
@@ -27,14 +27,14 @@ TASKS = "task-*.safetensors"  # see task_file
 
 
 def task_file(task: int) -> str:
-    """The file with the state at the start of a task. File names count tasks from 1, as messages do."""
+    """The file with the state at the start of a task. File names count tasks from 1, like messages."""
     return f"task-{task + 1}.safetensors"
 
 
 def save(directory: Path, state: dict[str, Any], tensors: Mapping[str, Tensor], keep_as: str = "") -> None:
-    """Write a checkpoint, and keep the one before it. With ``keep_as``, also keep this one under that name."""
+    """Write a checkpoint, and keep the previous one. With ``keep_as``, also keep this one under that name."""
     directory.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it meanwhile
-    # On disk before the older ones move: a full disk or a kill leaves at least one readable checkpoint.
+    # On disk before the older ones are renamed: a full disk or a kill leaves at least one readable checkpoint.
     write_atomic(directory / ARRIVING, encode(state, tensors))
     if keep_as:
         _link(directory / ARRIVING, directory / keep_as)
@@ -44,7 +44,7 @@ def save(directory: Path, state: dict[str, Any], tensors: Mapping[str, Tensor], 
 
 
 def encode(state: dict[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """The content of a checkpoint's file."""
+    """The content of a checkpoint file."""
     from safetensors.torch import save as to_bytes
 
     ready = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -53,7 +53,7 @@ def encode(state: dict[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _link(file: Path, name: Path) -> None:
-    """A hard link: checkpoints are never written to again, so a copy would waste disk space."""
+    """Hard-link a file: checkpoints are never modified, so a copy would waste disk space."""
     temporary = temporary_path(name)
     try:
         os.link(file, temporary)
@@ -64,16 +64,16 @@ def _link(file: Path, name: Path) -> None:
 
 
 def load(directory: Path, *, repair: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """The newest readable checkpoint, or None where there is none. If all are damaged, an error names them.
+    """The newest readable checkpoint, or None if there is none. If all are damaged, the error names them.
 
-    ``repair``, in a locked folder, makes it the newest, so that the next `save` keeps it and not a damaged one.
+    ``repair``, for a locked folder, renames it to the newest, so that the next `save` keeps it and not a damaged one.
     """
     problems = []
     for name in CANDIDATES:
         if (directory / name).exists():
             try:
                 found = read(directory / name)
-            except OtherSchema:  # not damaged: another version can read it
+            except OtherSchema:  # not damaged: another version can read this
                 raise
             except UserError as error:
                 problems.append(str(error))
@@ -87,7 +87,7 @@ def load(directory: Path, *, repair: bool = False) -> tuple[dict[str, Any], dict
 
 
 def after_task(directory: Path, n_tasks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The saved state of a run that has learnt this many tasks and not begun the next."""
+    """The saved state of a run that had learnt this many tasks and not begun the next."""
     problem = ""
     for name in (task_file(n_tasks), *CANDIDATES):
         if not (directory / name).exists():
@@ -110,7 +110,7 @@ class OtherSchema(UserError):
 
 
 def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state and the tensors in a file. A damaged file is an error that names it."""
+    """The state and the tensors in a file. The error for a damaged file names it."""
     try:
         content = read_limited(file, LARGEST)
     except OSError as error:
@@ -123,7 +123,7 @@ def _damaged(file: str, error: Exception) -> UserError:
 
 
 def decode(content: bytes, file: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state and the tensors in the content of a checkpoint's file, which errors name."""
+    """The state and the tensors in the content of a checkpoint file; ``file`` is its name for errors."""
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
@@ -143,7 +143,7 @@ def decode(content: bytes, file: str) -> tuple[dict[str, Any], dict[str, Tensor]
 
 
 def section(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names start with ``prefix.``, without it."""
+    """The tensors whose names start with ``prefix.``, by their names without it."""
     start = prefix + "."
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 

@@ -1,4 +1,4 @@
-"""Check a record against the checkpoints of its run, and against the networks in them."""
+"""Check a record against the checkpoints of its run and the networks in them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from tbbn.bench.runs.record import record_from
 from tbbn.bench.runs.state import is_of
 from tbbn.errors import UserError
 
-State = tuple[dict[str, Any], dict[str, Tensor]]  # what checkpoint.read gives
+State = tuple[dict[str, Any], dict[str, Tensor]]  # the result of checkpoint.read
 
-# What the rounding of floating-point sums depends on.
+# The parts of the environment that affect the rounding of floating-point sums.
 ENVIRONMENT = ("device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "ranks", "tbbn")
-ROUNDING = 0.01  # the share of predictions that rounding may change in another environment
+ROUNDING = 0.01  # the fraction of predictions that rounding may change in another environment
 
 _SAME = ("data", "class_order", "task_sizes", "skipped", "environment", "plugins")
 _GROWING = ("accuracy", "task_il", "errors", "exemplars", "splits", "weights", "history", "resumed")
 
 
 def compared(record: Record, predictions: Mapping[str, Tensor], states: Mapping[str, State]) -> Iterator[Finding]:
-    """Compare every checkpoint with the record, the predictions, and itself."""
+    """Check every checkpoint against the record and the predictions, and for consistency."""
     for name, (values, tensors) in states.items():
         try:
             problem = _problem(name, record, predictions, values, tensors)
-        except Exception as error:  # a file with a valid checksum may still hold anything
+        except Exception as error:  # a file with a valid checksum may still contain anything
             problem = f"does not fit this run ({type(error).__name__}: {error})."
         yield Finding(name, problem)
     if not states:
@@ -57,7 +57,7 @@ def _problem(
         return f"is not the state at the start of its task, but that at {position}."
     if n != len(own.accuracy):
         return f"is at task {n + 1}, but its record has {len(own.accuracy)} tasks."
-    # The checkpoint is written before the record: a run killed in between is one task further.
+    # The checkpoint is written before the record, so if the run was killed in between it is one task ahead.
     if n > len(record.accuracy) + (record.status != "finished"):
         return f"has learnt {n} tasks, the record {len(record.accuracy)}."
     if without_place(own.config) != without_place(record.config):
@@ -86,7 +86,7 @@ def _problem(
 
 
 def _position_problem(position: Position, own: Record, totals: list[dict[str, Any]]) -> str:
-    """Whether the epochs and steps that were counted lead to the position."""
+    """The problem if the epochs and steps counted so far contradict the position; empty if they agree."""
     epochs = max((entry["epoch"] + 1 for entry in own.history[-1:] if entry["task"] == position.task), default=0)
     begins_phase = position.epoch == 0 and position.phase > 0
     if epochs != position.epoch and not begins_phase:
@@ -96,9 +96,9 @@ def _position_problem(position: Position, own: Record, totals: list[dict[str, An
 
 
 def same_place(record: Record, root: str | None = None) -> RunConfig:
-    """The run's config with its number of threads, on its device if this machine has that; downloads nothing.
+    """The run's config with its number of threads, on its device if this machine has it; downloads nothing.
 
-    ``root`` is where the data sets lie here, if not where they lay.
+    ``root`` is the folder of the data sets, if they have moved since the run.
     """
     config = record.run_config.at(root)
     threads = config.threads or int(record.environment.get("threads", 0))
@@ -111,7 +111,7 @@ def same_place(record: Record, root: str | None = None) -> RunConfig:
 
 
 def explanation(record: Record, here: Mapping[str, Any]) -> str:
-    """What in the environment may explain a difference; empty if nothing may."""
+    """The change in the environment that may explain a difference; empty if there is none."""
     there = record.environment
     changed = [f"{k} was {there.get(k)}, is {here.get(k)}" for k in ENVIRONMENT if there.get(k) != here.get(k)]
     if changed:
@@ -127,7 +127,7 @@ def evaluated(
     states: Mapping[str, State],
     is_wanted: bool,
 ) -> Iterator[Finding]:
-    """Evaluate every saved network again, and compare predictions and task-IL accuracy."""
+    """Evaluate every saved network again and compare predictions and task-IL accuracy."""
     networks: dict[int, State] = {}  # by the number of tasks learnt
     for values, tensors in states.values():
         position = Position(**values["position"])

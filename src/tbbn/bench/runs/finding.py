@@ -1,4 +1,4 @@
-"""What a check of a run found."""
+"""The findings of checking a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: its subject, and the problem found, or why it could not be made. Without either it passed."""
+    """One check: its subject, and the problem found or the reason why it was not checked. With neither, it passed."""
 
     subject: str
     problem: str = ""
@@ -15,5 +15,5 @@ class Finding:
 
 
 def compare(subject: str, stored: object, computed: object) -> Finding:
-    """The check that the record has what was computed."""
+    """Check that the value in the record equals the computed one."""
     return Finding(subject, "" if stored == computed else f"the record says {stored}, recomputed: {computed}.")

@@ -1,4 +1,4 @@
-"""On Ctrl-C, SIGTERM or a closed terminal, save the runs before the process ends."""
+"""Save the runs before the process ends on Ctrl-C, SIGTERM or a closed terminal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def stop_on_signal(*, tell: bool = True) -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether to stop. The first Ctrl-C, SIGTERM or SIGHUP sets it; the second interrupts at once.
+    """Yields a function that says whether to stop: True after a Ctrl-C, SIGTERM or SIGHUP. A second one interrupts at once.
 
-    A closing terminal may send SIGHUP several times, so that never interrupts at once. Under nohup it is ignored.
-    ``tell``: say on standard error that a signal has arrived.
+    A closing terminal may send SIGHUP several times, so a second SIGHUP has no effect. Under nohup SIGHUP is ignored.
+    ``tell`` reports the first signal on standard error.
     """
     asked = False
 
@@ -27,11 +27,11 @@ def stop_on_signal(*, tell: bool = True) -> Iterator[Callable[[], bool]]:
         asked = True
         if not tell:
             return
-        # Not print: the signal may have arrived in the middle of one.
+        # os.write, because the signal may have arrived in the middle of a print.
         with suppress(OSError):  # nobody may be reading
             os.write(2, b"tbbn: stopping after this step and saving; press Ctrl-C again to quit now.\n")
 
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals there only
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals only in the main thread
         yield lambda: False
         return
     numbers = [signal.SIGINT, signal.SIGTERM]

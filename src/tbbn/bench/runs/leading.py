@@ -1,7 +1,7 @@
 """A run over several ranks: rank 0 decides, reads and writes; the others follow.
 
-Before a run, rank 0 sends its state, which holds the config, and all ranks do the run from there. Other ranks need no access to
-the folders of runs. If a rank fails, the whole launch ends: torchrun restarts it, and rank 0 resumes from the last checkpoint.
+Before a run, rank 0 sends its state, which contains the config, and all ranks continue from it. Other ranks need no access to the
+folders of runs. If a rank fails, the whole launch ends: torchrun restarts it, and rank 0 resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEADER = "rank 0"
 
 @contextmanager
 def leading(run: Run) -> Iterator[None]:
-    """Let the other ranks, if there are any, do the same as this one for the length of a block."""
+    """Make the other ranks, if any, do the same run as this one for the duration of the block."""
     if run.ranks.size > 1:
         run.ranks.announce(state.encoded(run))
     yield

@@ -1,7 +1,7 @@
-"""Replace a run by a new one in the same folder, so that a kill or a full disk never loses both.
+"""Replace a run with a new one in the same folder, so that a kill or a full disk never loses both.
 
-The old run stays as it is until the new one writes its first files. Then the old files are set aside, all but ``record.json``,
-which the new record replaces in one step: the record on disk tells which of the two runs the folder holds.
+The old run stays untouched until the new one writes its first files. Then all old files are set aside except ``record.json``,
+which the new record replaces atomically: the record on disk tells which of the two runs the folder holds.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.record import CONFIG, PREDICTIONS, RECORD
 from tbbn.errors import UserError
 
-# Everything a run writes into its folder besides its record.
+# Everything that a run writes into its folder besides its record.
 RUN_FILES = (CONFIG, PREDICTIONS, checkpoint.NEWEST, checkpoint.PREVIOUS, checkpoint.ARRIVING, checkpoint.TASKS)
-LIST = ".overwritten.json"  # which files are set aside, and the checksum of the old record
-ASIDE = ".overwritten."  # before the names of files set aside: no reader takes them for those of a run
+LIST = ".overwritten.json"  # the names of the files set aside, and the checksum of the old record
+ASIDE = ".overwritten."  # prefix of files set aside, so that no reader takes them for a run's files
 
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[None]:
-    """Set the old run aside while the block writes a new one. Without a new record at its end, the old run comes back."""
+    """Set the old run aside while the block writes a new one. If the block leaves no new record, restore the old run."""
     write_atomic(directory / LIST, json.dumps({"files": _files(directory), "record": _record(directory)}).encode())
     try:
         for name in _files(directory):
@@ -37,7 +37,7 @@ def replacing(directory: Path) -> Iterator[None]:
 
 
 def settle(directory: Path) -> None:
-    """End an overwriting, also one of a killed process: delete the old run if the new one has its record, or bring it back.
+    """Finish an overwrite, even one of a killed process: if the new run has its record, delete the old run, else restore it.
 
     Call it with the folder locked.
     """

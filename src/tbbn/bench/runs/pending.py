@@ -1,4 +1,4 @@
-"""Runs still to be done: their configs and folders, and what an earlier session left there."""
+"""Runs still to be done: their configs, their folders, and the state that an earlier session left there."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class PendingRun:
 
 
 def expand(layers: Sequence[Layer], axes: Axes, out: Path, *, resumes: bool = False) -> list[PendingRun]:
-    """Every combination of the axes as a checked config with a folder of its own. A single run gets ``out`` itself.
+    """Every combination of the axes as a checked config with its own folder. A single run gets ``out`` itself.
 
-    Every plugin must be there; for a sweep that is resumed, only what it needs of them.
+    Every plugin must be available; for a sweep that is resumed, only those that it needs.
     """
     check_number(axes.n_runs)
     runs = []
-    (load_needed_plugins if resumes else load_plugins)(resolve(*layers))  # their options have defaults, too
+    (load_needed_plugins if resumes else load_plugins)(resolve(*layers))  # configs include their options' defaults
     for method, norm, seed in product(axes.methods or ("",), axes.norms or ("",), axes.seeds or (None,)):
         layer: dict[str, Any] = {}
         if method:
@@ -54,7 +54,7 @@ def expand(layers: Sequence[Layer], axes: Axes, out: Path, *, resumes: bool = Fa
 
 
 def run_name(config: RunConfig) -> str:
-    """What the folder of a run among others is called: method and norm, with options that nothing else implies, and seed."""
+    """The folder name of one of several runs: method and norm with the options that nothing else implies, and seed."""
     return re.sub(r"[^\w.=-]+", "_", "-".join((*config.names, str(config.seed)))).strip("_")
 
 
@@ -69,27 +69,27 @@ def runs_of_sweeps(folder: Path) -> list[PendingRun]:
 
 
 def joined(runs: Sequence[PendingRun]) -> list[PendingRun]:
-    """The runs; a single one asked for in the folder of a sweep gets a folder of its own there, as the sweep's runs have."""
+    """The runs; a single run in the folder of a sweep gets its own folder there, like the sweep's runs."""
     if len(runs) == 1 and (runs[0].directory / RECIPE).exists():
         return [replace(runs[0], directory=runs[0].directory / run_name(runs[0].config))]
     return list(runs)
 
 
 def forgotten(runs: Sequence[PendingRun]) -> list[str]:
-    """Runs of the sweep in this folder that have not started and that the recipe of these runs, a new sweep, would lose."""
+    """Runs of an existing sweep in the same folder that have not started and that this sweep's recipe would drop."""
     folder = runs[0].directory.parent
     if len(runs) == 1 or not (folder / RECIPE).exists():
         return []
     try:
         known = [run.directory for run in runs_of_sweeps(folder) if run.directory.parent == folder]
-    except UserError:  # damaged: nobody knows what it asked for
+    except UserError:  # damaged, so its runs are unknown
         return []
     asked = {run.directory for run in runs}
     return [place.name for place in known if place not in asked and not (place / RECORD).exists()]
 
 
 def check_folders(runs: Sequence[PendingRun]) -> None:
-    """Refuse runs inside another run's folder, and a run in a sweep's folder."""
+    """Raise for runs inside another run's folder, and for a run in the folder of a sweep."""
     for folder in (run.directory for run in runs):
         for holder, pattern in ((folder.parent, RECORD), (folder, RECIPE), (folder, f"*/{RECORD}")):
             if any(holder.glob(pattern)):
@@ -100,7 +100,7 @@ def check_folders(runs: Sequence[PendingRun]) -> None:
 def finished_record(run: PendingRun) -> Record | None:
     """The record of a run that finished earlier with the same config; None if anything is left to do.
 
-    Another config in the folder is an error.
+    Raises if the folder holds a run with another config.
     """
     if not (run.directory / RECORD).exists():
         return None
@@ -118,9 +118,9 @@ def finished_record(run: PendingRun) -> Record | None:
 
 
 def resumed_config(directory: Path, record: Record) -> RunConfig:
-    """The config in the record, with the data where ``config.toml`` says; a file with other edits is refused.
+    """The config in the record, with ``data.root`` from ``config.toml``. Raises if the file has other edits.
 
-    A file that is missing or no TOML is written again.
+    A file that is missing or not TOML is ignored; the run writes it again.
     """
     try:
         edited = read_toml(directory / CONFIG)
@@ -138,7 +138,7 @@ def resumed_config(directory: Path, record: Record) -> RunConfig:
 
 
 def _difference(one: Values, other: Values, here: str, there: str) -> str:
-    """The settings in which two configs differ, the place of the data apart: the first three with both values; empty if none."""
+    """The settings in which two configs differ, except the place of the data: the first three with both values, or empty."""
     changed = [key for key in {**one, **other} if key not in PLACE and one.get(key) != other.get(key)]
     shown = [f"{key} = {one.get(key)!r:.40} {here}, {other.get(key)!r:.40} {there}" for key in changed[:3]]
     return "; ".join(shown) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")

@@ -1,4 +1,4 @@
-"""Recipes: TOML files of settings whose ``[sweep]`` table says what varies."""
+"""Recipes: TOML files of settings with a ``[sweep]`` table of what to vary."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from tbbn.bench.config import Values, merge, parse_value, read_toml, to_toml
 from tbbn.errors import UserError
 
-Layer = tuple[str, Values]  # where settings come from, for error messages, and the settings
+Layer = tuple[str, Values]  # the source of settings, for error messages, and the settings
 
 RECIPE = "runs.toml"  # in a sweep's folder: the recipe of all its runs
 _CHECKSUM = "# sha256 of the lines above: "  # the last line of a sweep's recipe
-MANY_RUNS = 1000  # from here on the command asks first
+MANY_RUNS = 1000  # from this number on, the command asks for confirmation
 MOST_RUNS = 10_000
 
 
 @dataclass(frozen=True)
 class Axes:
-    """What varies in a sweep: methods and norms, with options as in ``cn(groups=8)``, and seeds."""
+    """The varied settings of a sweep: methods and norms, with options as in ``cn(groups=8)``, and seeds."""
 
     methods: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Axes:
 
 
 def check_number(n_runs: int) -> None:
-    """Refuse more runs, or seeds, than fit in memory and in a folder."""
+    """Raise for more runs, or seeds, than fit in memory and in a folder."""
     if n_runs > MOST_RUNS:
         raise UserError(
             f"{n_runs} runs are more than the {MOST_RUNS} of a sweep; divide it: --seeds takes a list, too."
@@ -56,11 +56,11 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], Axes]:
 
 
 def recipe_text(layers: Sequence[Layer], axes: Axes) -> str:
-    """A recipe file with these axes and the settings of all layers, and its checksum; later layers override earlier ones."""
+    """A recipe file with these axes, the settings of all layers, and its checksum; later layers override earlier ones."""
     values, owners = merge(*layers)
     sweep = {name: entries for name, entries in asdict(axes).items() if entries}
     for axis, kind in (("methods", "method"), ("norms", "norm")):
-        if axis in sweep:  # options of one norm move into its entry, so that those left are for all
+        if axis in sweep:  # options of one norm move into its entry, so that the remaining ones apply to all
             owned = {key: (owners[key], values.pop(key)) for key in list(owners) if key.startswith(f"{kind}.")}
             values.pop(f"{kind}.name", None)
             sweep[axis] = [_with_options(kind, entry, owned) for entry in sweep[axis]]
@@ -76,7 +76,7 @@ def _sealed(text: str) -> str:
 
 
 def check_sealed(path: Path) -> None:
-    """Refuse a sweep's recipe that is not as it was written: its runs would get other settings than those done before."""
+    """Raise for a sweep's recipe that was modified: its runs would get other settings than those done before."""
     text = path.read_bytes().decode(errors="replace")
     if text != _sealed(text.rpartition(_CHECKSUM)[0]):
         raise UserError(
@@ -86,7 +86,7 @@ def check_sealed(path: Path) -> None:
 
 
 def _with_options(kind: str, entry: str, owned: dict[str, tuple[str, Any]]) -> str:
-    """An entry of a sweep with the options that settings give to its name."""
+    """An entry of a sweep, with the options that other settings give for its name."""
     chosen = parse_choice(kind, entry)
     name = chosen.pop(f"{kind}.name")
     options = {key: value for key, (owner, value) in owned.items() if owner == name} | chosen
@@ -95,7 +95,7 @@ def _with_options(kind: str, entry: str, owned: dict[str, tuple[str, Any]]) -> s
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Names at top-level commas.
+    """Split names at top-level commas.
 
     >>> split_names("bn, cn(groups=8,eps=1e-5),tbbn")
     ('bn', 'cn(groups=8,eps=1e-5)', 'tbbn')

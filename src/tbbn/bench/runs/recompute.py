@@ -1,4 +1,4 @@
-"""What a record must hold: computed again from the config, the data set and the stored predictions."""
+"""Check a record against values recomputed from the config, the data set and the stored predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tbbn.bench.runs.finding import Finding, compare
 
 
 def status(record: Record) -> Finding:
-    """Whether a finished run has learnt every task; needs no data set."""
+    """Check that a finished run has learnt every task; needs no data set."""
     data = record.run_config.data
     n_tasks, n_learnt = data.learnt_tasks, len(record.accuracy)
     if record.status == "finished" and n_learnt != n_tasks:
@@ -35,9 +35,9 @@ def status(record: Record) -> Finding:
 
 
 def predictions_present(record: Record, predictions: Mapping[str, Tensor]) -> Finding:
-    """Whether there are predictions for every task learnt.
+    """Check that there are predictions for every task learnt.
 
-    They are written before the record: a run killed in between has those of one more task.
+    They are written before the record, so a run killed in between has predictions for one more task.
     """
     n = len(record.accuracy)
     extra = predictions.keys() - {f"task{t}" for t in range(n)}
@@ -49,7 +49,7 @@ def predictions_present(record: Record, predictions: Mapping[str, Tensor]) -> Fi
 
 
 def known_before_training(record: Record, source: Source, scenario: Scenario) -> Iterator[Finding]:
-    """Check what follows from the config and the data set: classes, task sizes, splits, exemplars, epochs."""
+    """Check everything that follows from the config and the data set: classes, task sizes, splits, exemplars, epochs."""
     config, n = record.run_config, len(record.accuracy)
     yield compare("class order", record.class_order, list(scenario.class_order))
     yield compare("task sizes", record.task_sizes, list(scenario.task_sizes))
@@ -82,14 +82,14 @@ def _n_exemplars(config: RunConfig, method: Method, scenario: Scenario, task: in
 
 @dataclass
 class _Beginning:
-    """What a method may ask about a task to list its phases: the part of a TaskContext that needs no network."""
+    """The part of a TaskContext that needs no network, for methods to list their phases."""
 
     number: int
     memory: ExemplarMemory
 
 
 def _epochs(record: Record, method: Method, exemplars: list[int]) -> Finding:
-    """Whether the history has an entry with the right learning rate for every epoch; of the next task, for the first ones."""
+    """Check that the history has every epoch with the right learning rate, perhaps also the first epochs of the next task."""
     config, wanted = record.run_config, []
     for task in range(len(record.accuracy) + 1):
         rows = torch.arange(exemplars[task - 1] if task else 0)
@@ -117,7 +117,7 @@ def _entry(entry: tuple[Any, ...]) -> str:
 
 
 def results(record: Record, scenario: Scenario, predictions: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Compare accuracies and error types with what the predictions and the labels of the data set give."""
+    """Check accuracies and error types against those computed from the predictions and the data set's labels."""
     for t, task in enumerate(scenario.tasks[: len(record.accuracy)]):
         after = f"after task {t + 1}"
         rows = [evaluated_rows(record.run_config, task) for task in scenario.tasks[: t + 1]]
@@ -132,6 +132,6 @@ def results(record: Record, scenario: Scenario, predictions: Mapping[str, Tensor
         yield compare(f"accuracy {after}", record.accuracy[t], [h.double().mean().item() for h in hits])
         errors = metrics.confusion_error_types(confusion_of(labels, predicted, task.classes.stop), task.classes.start)
         yield compare(f"error types {after}", record.errors[t], errors)
-        # An image whose class is found among all classes is found among those of its task.
+        # An image that is classified correctly among all classes is also classified correctly among those of its task.
         low = any(il < accuracy for il, accuracy in zip(record.task_il[t], record.accuracy[t], strict=True))
         yield Finding(f"task-IL accuracy {after}", "it is below the accuracy among all classes." if low else "")

@@ -1,8 +1,8 @@
-"""Records on disk: what a run leaves in its folder besides checkpoints.
+"""Records on disk: the files in a run's folder other than checkpoints.
 
-Several files cannot be replaced at one instant, so each has its own checksum: a SHA-256 inside the file
-(:func:`tbbn.bench.files.seal`), or for ``config.toml`` inside the record. The config is written first, and nothing in it
-changes but the place of the data; predictions are written before the record that counts them.
+Several files cannot be replaced atomically, so each has its own checksum: a SHA-256 inside the file
+(:func:`tbbn.bench.files.seal`), or for ``config.toml`` inside the record. The config is written first, and only the place of the
+data in it ever changes; predictions are written before the record that counts them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tbbn.bench.runs import checkpoint, schema
 from tbbn.errors import UserError
 
 CONFIG, RECORD, PREDICTIONS = "config.toml", "record.json", "predictions.safetensors"
-LARGEST = 2**28  # bytes of a record.json: some for each epoch and class
+LARGEST = 2**28  # bytes of a record.json, which grows with epochs and classes
 DERIVED = ("metrics", "config_sha256", "sha256")  # in record.json, but not fields of a Record
 
 
 class DamagedRecord(UserError):
-    """A ``record.json`` that is not as it was written. The checkpoint of the run has a copy."""
+    """A ``record.json`` that changed since it was written. The run's checkpoint has a copy."""
 
 
 def save_record(record: Record, directory: Path) -> None:
@@ -43,10 +43,10 @@ def save_record(record: Record, directory: Path) -> None:
 
 
 def update_record(record: Record, directory: Path) -> None:
-    """`save_record`, unless the record there is of the same run and knows more: a resumed run may be behind it."""
+    """`save_record`, unless the record on disk is of the same run and further along: a resumed run may be behind it."""
     try:
         there = load_record(directory)
-    except UserError:  # none, or a damaged one
+    except UserError:  # missing or damaged
         pass
     else:
         if without_place(there.config) == without_place(record.config) and _knows(there) > _knows(record):
@@ -59,7 +59,7 @@ def _knows(record: Record) -> tuple[int, bool]:
 
 
 def can_be_restored(record: Record, directory: Path) -> bool:
-    """Whether the config or the predictions beside a record are damaged or missing, and a checkpoint has all of them."""
+    """Whether the config or the predictions beside a record are damaged or missing, and a checkpoint contains them."""
     try:
         file, wanted = directory / PREDICTIONS, {f"task{t}" for t in range(len(record.accuracy))}
         is_whole = not seal_problem(file.read_bytes()) and wanted <= load_predictions(directory).keys()
@@ -92,7 +92,7 @@ def _write_if_changed(path: Path, content: bytes) -> None:
 
 
 def load_record(path: str | Path) -> Record:
-    """The record in the folder of a run, or in a file. A damaged one is an error that says how to restore it."""
+    """The record in the folder of a run, or in a file. The error for a damaged one says how to restore it."""
     path = Path(path)
     file = path / RECORD if path.is_dir() else path
     try:
@@ -104,7 +104,7 @@ def load_record(path: str | Path) -> Record:
 
 
 def load_or_restore(directory: Path) -> Record:
-    """The record of a run, or where it is missing or damaged the one in the checkpoint. Writes nothing."""
+    """The record of a run, or if it is missing or damaged, the one in the checkpoint. Writes nothing."""
     try:
         return _read_record(directory / RECORD)
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def load_or_restore(directory: Path) -> Record:
     if found is None:
         raise UserError(problem)
     record = record_from(found[0].get("record"), str(directory))
-    record.status = "interrupted"  # until the run has looked whether anything is left to do
+    record.status = "interrupted"  # until the run has checked whether anything is left to do
     return record
 
 
@@ -125,7 +125,7 @@ def _read_record(file: Path) -> Record:
         tree = json.loads(content.decode())
     except (ValueError, RecursionError):
         raise DamagedRecord(f"{file}: not a record: {'cut off, or not JSON' if content else 'empty'}.") from None
-    _check_schema(tree, str(file))  # before the checksum: another version may compute it in another way
+    _check_schema(tree, str(file))  # before the checksum, which another version may compute differently
     is_sealed = tree["schema"] > 1 or "sha256" in tree
     if is_sealed and (problem := seal_problem(content)):
         raise DamagedRecord(f"{file}: {problem}")
@@ -150,7 +150,7 @@ def _check_schema(tree: Any, where: str) -> None:
 
 
 def record_from(tree: Any, where: str) -> Record:
-    """The record in a parsed ``record.json``; ``where`` names the file in errors."""
+    """The record in a parsed ``record.json``; ``where`` is the file's name for errors."""
     _check_schema(tree, where)
     known = schema.migrate({k: v for k, v in tree.items() if k not in DERIVED})
     if not isinstance(known.get("config"), dict):

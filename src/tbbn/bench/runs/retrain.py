@@ -1,4 +1,4 @@
-"""Check that training is repeatable: train a task again from the state at its start, and compare bit for bit."""
+"""Check that training is reproducible: train a task again from the state at its start, and compare bit for bit."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def retrain(
     on_event: Callable[[Event], None] | None = None,
     root: str | None = None,
 ) -> list[Finding]:
-    """Train a task (counted from 0) again, or all tasks up to it, and compare with the record. Writes nothing.
+    """Train a task (0-based) again, or all tasks up to it, and compare with the record. Writes nothing.
 
-    ``root`` is where the data sets lie here, if not where they lay.
+    ``root`` is the folder of the data sets, if they have moved since the run.
     """
     record = load_record(directory)
     n = len(record.accuracy)

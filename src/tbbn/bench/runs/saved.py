@@ -1,4 +1,4 @@
-"""A run with a folder: locked while it works, saved on the way, resumed where it was saved."""
+"""A run with a folder, which is locked during the run, saved regularly, and resumed from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tbbn.bench.runs.record import save_record, update_record
 from tbbn.errors import UserError
 from tbbn.plugins import failure
 
-SAVE_EVERY = 60.0  # seconds between two checkpoints inside a task
+SAVE_EVERY = 60.0  # seconds between checkpoints within a task
 
 
 def run_saved(
@@ -36,7 +36,7 @@ def run_saved(
     ranks: Ranks = ALONE,
     log: Sequence[str] = loggers.DEFAULT,
 ) -> Record:
-    """:func:`tbbn.bench.engine.run` with a folder: see :func:`saved`. Of several ``ranks``, this one leads the others."""
+    """:func:`tbbn.bench.engine.run` with a folder: see :func:`saved`. With several ``ranks``, this one leads the others."""
     place = Path(directory)
 
     def drive(run: Run) -> Iterator[Event]:
@@ -56,7 +56,7 @@ def run_lanes_saved(
     overwrite: bool = False,
     log: Sequence[str] = loggers.DEFAULT,
 ) -> list[Record]:
-    """:func:`tbbn.bench.engine.run_lanes` with a folder for each run; a failed run leaves its record there too."""
+    """:func:`tbbn.bench.engine.run_lanes` with a folder for each run. A failed run leaves its record there, too."""
 
     def ended(number: int, record: Record) -> None:
         if record.status == "failed":
@@ -75,8 +75,8 @@ def run_lanes_saved(
 
 
 def save_failure(record: Record, directory: Path) -> None:
-    """Leave the record of a run that failed before it began. A folder that holds a run, or is locked, stays as it is."""
-    with suppress(UserError, OSError), locked(directory):  # on a full disk, the other runs go on
+    """Save the record of a run that failed before it began. A folder that holds a run or is locked is not touched."""
+    with suppress(UserError, OSError), locked(directory):  # if the disk is full, the other runs continue
         if is_blank(directory):
             save_record(record, directory)
 
@@ -90,12 +90,12 @@ def saved(
     overwrite: bool = False,
     log: Sequence[str] = loggers.DEFAULT,
 ) -> Iterator[Event]:
-    """The run's events, with its folder kept up to date.
+    """The run's events, keeping its folder up to date.
 
-    A folder that holds an unfinished run of the same config is resumed; with ``overwrite``, the run starts again and replaces
-    what is there when it first saves. A checkpoint is written after each task, and at the end of an epoch once ``every``
-    seconds have passed since the last one (0: after every epoch); where writing is slow, less often, so that it stays below a
-    hundredth of the time. The record is written however the run ends. ``log`` names the loggers.
+    If the folder holds an unfinished run of the same config, it is resumed; with ``overwrite``, the run starts again and replaces
+    the old one at its first save. A checkpoint is written after each task, and at the end of an epoch once ``every`` seconds have
+    passed since the last one (0: after every epoch). If writing is slow, it is done less often, to take less than a hundredth of
+    the time. The record is written however the run ends. ``log`` names the loggers.
     """
     with locked(directory):
         settle(directory)
@@ -110,8 +110,8 @@ def saved(
         except BaseException as error:
             if isinstance(error, Exception):
                 run.record.status, run.record.message = "failed", failure(error)
-            # A user error found during training leaves as little behind as one found before it, and a run that was to be
-            # overwritten stays. A method that fails may leave lists in the record that do not fit.
+            # A user error during training leaves nothing behind in a blank folder, like one before training, and a run that was
+            # to be overwritten is kept. A method that fails may leave a record whose lists do not match.
             leaves_nothing = files.overwrites or (isinstance(error, UserError) and is_blank(directory, loggers.LOG))
             if not leaves_nothing and not schema.problem(run.record.tree()):
                 files.save(with_checkpoint=False)
@@ -125,14 +125,14 @@ def saved(
 
 
 class _RunFiles:
-    """The files of a run, in a folder that this process has locked."""
+    """The files of a run in a folder that this process has locked."""
 
     def __init__(self, run: Run, directory: Path, overwrites: bool) -> None:
         self.run, self.directory = run, directory
-        self.overwrites = overwrites  # an older run, when anything is first written
+        self.overwrites = overwrites  # the first save replaces an older run
 
     def save(self, *, with_checkpoint: bool = True) -> None:
-        """Write a checkpoint and the record, or the record only; a checkpoint is written between two steps."""
+        """Write the record and, by default, a checkpoint, which the caller must do between two steps."""
         with replacing(self.directory) if self.overwrites else nullcontext():
             if with_checkpoint:
                 state.save(self.run, self.directory)

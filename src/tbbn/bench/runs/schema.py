@@ -1,7 +1,7 @@
-"""The fields of a ``record.json``, checked one by one, so that its readers may rely on them; and records of earlier schemas.
+"""Checks of every field of a ``record.json``, so that its readers can rely on them, and migrations from earlier schemas.
 
-Whoever renames or removes a field of a record, or a setting of its config, raises the schema, adds an entry to ``MIGRATIONS`` and
-tests it with a record of the earlier schema. A new field with a default needs none of this.
+To rename or remove a field of a record or a setting of its config, raise the schema, add an entry to ``MIGRATIONS`` and test it
+with a record of the earlier schema. A new field with a default needs none of this.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ _BY_TASK = ("accuracy", "task_il", "errors", "exemplars", "splits", "weights")  
 
 
 def _to_2(tree: dict[str, Any]) -> dict[str, Any]:
-    """Schema 1 had no hashes of the weights, and no checksums of its files."""
+    """Schema 1 had no hashes of the weights and no checksums of its files."""
     return {**tree, "weights": [""] * len(tree.get("accuracy", ()))}
 
 
 def _to_3(tree: dict[str, Any]) -> dict[str, Any]:
-    """Up to schema 2 the forgetting of the paper's tables was `forgetting_history`, and that of its text `forgetting`."""
+    """Up to schema 2, forgetting as in the paper's tables was `forgetting_history`, and as in its text `forgetting`."""
     names = {"forgetting": "forgetting_text", "forgetting_history": "forgetting"}
     metrics = tree.get("metrics")
     if isinstance(metrics, dict):
@@ -99,14 +99,14 @@ MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2, 2
 
 
 def migrate(tree: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a record of any schema that can be read, as the newest schema has them."""
+    """Convert the fields of a record from any supported schema to the newest one."""
     while (version := tree["schema"]) in MIGRATIONS:
         tree = {**MIGRATIONS[version](tree), "schema": version + 1}
     return tree
 
 
 def problem(tree: Mapping[str, Any]) -> str:
-    """What is wrong with the fields of a record; empty if nothing is."""
+    """The first problem with the fields of a record; empty if there is none."""
     for name, (expected, fits) in FIELDS.items():
         if name in tree and not fits(tree[name]):
             return f"{name} must be {expected}, got {tree[name]!r:.60}."

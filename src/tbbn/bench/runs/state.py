@@ -1,4 +1,4 @@
-"""The state of a run, to a checkpoint and back."""
+"""Save the state of a run to a checkpoint, and restore it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tbbn.bench.runs import checkpoint
 from tbbn.bench.runs.record import record_from
 from tbbn.errors import UserError
 
-SMALL = 8 * 2**20  # bytes: with save.tasks = "small", networks up to this size keep the state at each task's start
+SMALL = 8 * 2**20  # bytes; with save.tasks = "small", networks up to this size keep the state at each task's start
 
 
 def save(run: Run, directory: Path) -> None:
@@ -34,7 +34,7 @@ def save(run: Run, directory: Path) -> None:
 
 
 def encoded(run: Run) -> bytes:
-    """The state of a run, as a checkpoint's file has it."""
+    """The state of a run as the content of a checkpoint file."""
     return checkpoint.encode(_values(run), _tensors(run))
 
 
@@ -43,7 +43,7 @@ def _is_between_tasks(run: Run) -> bool:
 
 
 def _keeps_tasks(run: Run) -> bool:
-    """Whether the state at each task's start is kept, for ``tbbn verify --retrain-task``."""
+    """Whether to keep the state at each task's start, for ``tbbn verify --retrain-task``."""
     if run.config.save.tasks == "small":
         return sum(tensor.nbytes for tensor in run.network.state_dict().values()) <= SMALL
     return run.config.save.tasks == "all"
@@ -81,7 +81,7 @@ def _values(run: Run) -> dict[str, Any]:
 
 
 def load(run: Run, directory: Path) -> None:
-    """Resume from the checkpoint in a locked folder, if there is one. A checkpoint of another config is an error."""
+    """Resume from the checkpoint in a locked folder, if there is one. Raises if it has another config."""
     found = checkpoint.load(directory, repair=True)
     if found is None:
         return
@@ -91,7 +91,7 @@ def load(run: Run, directory: Path) -> None:
 
 
 def is_of(values: dict[str, Any], config: RunConfig) -> bool:
-    """Whether a state is of a run with this config, wherever its data lay. An older version may have used other words."""
+    """Whether a state's config is this one, except for the place of the data. Older versions may have written it differently."""
     text = values.get("config")
     try:
         saved = resolve(("checkpoint", parse_toml(text))) if isinstance(text, str) else None
@@ -101,12 +101,12 @@ def is_of(values: dict[str, Any], config: RunConfig) -> bool:
 
 
 def restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
-    """Put a run into a state that was read; ``where`` names it in errors."""
+    """Restore a run to a state read from a checkpoint; ``where`` is the checkpoint's name for errors."""
     try:
         _restore(run, values, tensors, where)
     except UserError:
         raise
-    except Exception as error:  # a file with a valid checksum may still hold anything
+    except Exception as error:  # a file with a valid checksum may still contain anything
         reason = (str(error).strip().splitlines() or [""])[0][:120]
         raise UserError(
             f"{where}: its checkpoint does not fit this run ({type(error).__name__}: {reason}); delete it to start again."
@@ -116,10 +116,10 @@ def restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where:
 def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
     run.position = Position(**values["position"])
     here, saved = run.record.environment, record_from(values["record"], where)
-    require_same_data(saved, run.record, where)  # before the rows are compared: other data may have fewer
+    require_same_data(saved, run.record, where)  # before the rows are checked, because other data may have fewer
     _check(run, tensors)
     run.record = saved
-    run.record.config = {**run.record.config, "data": to_dict(run.config)["data"]}  # the data may lie elsewhere now
+    run.record.config = {**run.record.config, "data": to_dict(run.config)["data"]}  # the data may have moved
     if here not in (run.record.environment, *run.record.resumed):
         run.record.resumed.append(here)
     run.record.predictions = checkpoint.section(tensors, "predictions")
@@ -145,7 +145,7 @@ def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where
 
 
 def require_same_data(saved: Record, here: Record, where: str) -> None:
-    """Raise if a run was trained on other data than it finds here, as in a wrong ``data.root``."""
+    """Raise if a run was trained on other data than the data here, for example because ``data.root`` is wrong."""
     one, other = ({**r.data, "class_order": r.class_order, "skipped": r.skipped} for r in (saved, here))
     changed = next((key for key in one if one[key] != other.get(key)), "")
     if changed:
@@ -159,7 +159,7 @@ def require_same_data(saved: Record, here: Record, where: str) -> None:
 
 
 def _check(run: Run, tensors: dict[str, Tensor]) -> None:
-    """Raise for a position or rows that this run does not have."""
+    """Raise if the position or the rows do not exist in this run."""
     position = tuple(asdict(run.position).values())
     if not all(type(n) is int and n >= 0 for n in position) or run.position.task > len(run.scenario.tasks):
         raise ValueError(f"there is no position {position}")

@@ -1,4 +1,4 @@
-"""Do many runs: one after another or in lanes, skipping those already finished."""
+"""Do many runs, one after another or in lanes, skipping those already finished."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def run_all(
     """Do the runs, ``lanes`` in parallel (None: as many as raise throughput); finished ones are read from disk.
 
     The ``recipe`` of several runs is written to their folder, so that ``tbbn resume`` finds those that never started. A run
-    that fails does not stop the others; a user's mistake (:class:`UserError`) ends a sweep that has no lanes. When ``stop``
-    returns True, the active runs save themselves and KeyboardInterrupt is raised. With several ``ranks``, which share each run,
-    this is rank 0, and the first failure ends all. ``log`` names the loggers.
+    that fails does not stop the others; a user's mistake (:class:`UserError`) ends a sweep without lanes. When ``stop`` returns
+    True, the active runs save themselves and KeyboardInterrupt is raised. With several ``ranks``, which share each run, call this
+    on rank 0; the first failure then ends the sweep. ``log`` names the loggers.
     """
     if ranks.size > 1:
         if lanes is not None and lanes > 1:
@@ -48,7 +48,7 @@ def run_all(
         lanes = 1
         for pending in runs:
             check_ranks(pending.config)
-    make_loggers(log)  # raises before anything is trained, where a package is missing
+    make_loggers(log)  # raises before any training if a logger's package is missing
     records = {pending: r for pending in runs if not overwrite and (r := finished_record(pending)) is not None}
     todo = [pending for pending in runs if pending not in records]
     started: set[PendingRun] = set()

@@ -23,10 +23,10 @@ from tbbn.nn import revert
 
 
 class TrainedNetwork(nn.Module):
-    """Scores (N, classes) of images (N, C, H, W), uint8 or floats in [0, 1]; column ``j`` is for ``classes[j]``.
+    """Maps images (N, C, H, W), uint8 or floats in [0, 1], to scores (N, classes); column ``j`` is for ``classes[j]``.
 
-    Images are cropped and normalised as in the run's evaluation, and the method's own rule makes the scores, so that their
-    largest entry is the run's prediction. ``network`` is the network itself, with plain batch norm where its norm can be that.
+    Images are cropped and normalised as in the run's evaluation, and the method computes the scores, so that the largest is the
+    run's prediction. ``network`` is the network itself, with plain batch norm if its norm can be reverted to it.
     """
 
     mean: Tensor
@@ -46,7 +46,7 @@ class TrainedNetwork(nn.Module):
         return self.method.predict(self.network(normalise(view, self.mean, self.std)))
 
     def _tensor(self, images: Any) -> Tensor:
-        """The images, which may be an array of numpy, as a tensor of the shape and type that the network takes."""
+        """Convert images, which may be a NumPy array, to a tensor. Raises if the network cannot take its shape or dtype."""
         if type(images).__module__ == "numpy" and hasattr(images, "ndim"):
             images = torch.as_tensor(images)
         channels = len(self.mean)
@@ -67,10 +67,10 @@ def trained(record: Record, network: Network) -> TrainedNetwork:
     """A copy of a run's network on the CPU, ready to classify."""
     config = record.run_config
     facts = record.data
-    if not facts:  # from a version that did not write them
+    if not facts:  # the record is from a version that did not write them
         facts = data_facts(config, load_source(config, download=False))
     plain = copy.deepcopy(network).cpu().requires_grad_(False)
-    with suppress(UserError):  # a norm that is not batch norm in eval mode stays what it is
+    with suppress(UserError):  # a norm that is not batch norm in eval mode is kept
         revert(plain)
     classes = [facts["classes"][i] for i in record.class_order[: plain.n_classes]]
     mean, std = torch.tensor(facts["mean"]), torch.tensor(facts["std"])
@@ -78,7 +78,7 @@ def trained(record: Record, network: Network) -> TrainedNetwork:
 
 
 def load_trained(record: Record, directory: Path, after: int | None = None) -> TrainedNetwork:
-    """The network in a run's newest checkpoint, or the one ``after`` that many tasks."""
+    """The network in a run's newest checkpoint, or the one saved after the first ``after`` tasks."""
     config = record.run_config
     require_plugins(config, record.plugins, str(directory))
     found = checkpoint.load(directory) if after is None else checkpoint.after_task(directory, after)

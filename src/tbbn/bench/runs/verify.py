@@ -1,7 +1,7 @@
-"""Check that a record is true: checksums, and all that can be computed again without training.
+"""Verify a record: its checksums, and everything that can be recomputed without training.
 
 Three sources must agree with the record: the config and the data set (:mod:`.recompute`), the stored predictions (there too),
-and the checkpoints with their networks (:mod:`.crosscheck`). What none of them tells is listed as not checked.
+and the checkpoints with their networks (:mod:`.crosscheck`). Everything else is listed as not checked.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tbbn.bench.runs.finding import Finding, compare
 from tbbn.bench.runs.record import CONFIG, LARGEST, PREDICTIONS, RECORD, load_predictions, record_from
 from tbbn.errors import UserError
 
-# What only training again, or nothing at all, can tell.
+# Fields that only retraining, or nothing at all, can check.
 LOSSES = "losses in the history"
 NOT_CHECKED = (
     Finding(LOSSES, not_checked="--retrain-task N trains task N again and compares"),
     Finding("environment, seconds and message", not_checked="nothing tells what they were"),
 )
 
-RESULTS = "results against the labels"  # the subject of a check that needs the data set
+RESULTS = "results against the labels"  # subject of the check that needs the data set
 
 
 def verify(directory: Path, *, evaluate: bool = True, root: str | None = None) -> list[Finding]:
-    """Check everything in the folder of a run. Needs the data set, which may lie in another ``root``; trains nothing.
+    """Check everything in the folder of a run, without training. Uses the data set, which may now be in another ``root``.
 
     ``evaluate`` also evaluates the saved networks on the test set, which takes as long as the run's own evaluations.
     """
@@ -49,14 +49,14 @@ def verify(directory: Path, *, evaluate: bool = True, root: str | None = None) -
     except Exception as error:
         if isinstance(error, UserError) and not any(finding.problem for finding in findings):
             raise
-        # The content of a damaged file, or of one with a forged checksum, may fail in any way.
+        # A damaged file, or one with a forged checksum, may contain anything and raise any error.
         findings.append(Finding("contents", f"cannot be recomputed: {error}"))
     return findings
 
 
 @dataclass
 class _Files:
-    """The files of a run as they were at one moment, and what is wrong with them."""
+    """A consistent snapshot of a run's files, and the problems found in reading them."""
 
     record: bytes
     predictions: dict[str, Tensor] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class _Files:
 
 
 def _read(directory: Path) -> _Files:
-    """Read the files, again if the record has changed meanwhile: another process may be training."""
+    """Read the files, and once more if the record changed meanwhile, because another process may be training."""
     while True:
         files = _Files(read_limited(directory / RECORD, LARGEST))
         for name in (checkpoint.NEWEST, checkpoint.PREVIOUS, *sorted(f.name for f in directory.glob(checkpoint.TASKS))):
@@ -101,7 +101,7 @@ def _contents(
     record: Record, files: _Files, metrics: dict[str, Any], evaluate: bool, root: str | None
 ) -> Iterator[Finding]:
     config = record.run_config
-    # A record of an earlier version may have fewer metrics; those it has must be right.
+    # A record of an earlier version may have fewer metrics; those that it has must be right.
     stored = metrics if isinstance(metrics, dict) and metrics else record.metrics
     computed = {name: value for name, value in record.metrics.items() if name in stored}
     yield compare("metrics", metrics, computed)
@@ -114,12 +114,12 @@ def _contents(
     complete = recompute.predictions_present(record, files.predictions)
     yield complete
     if record.status == "failed" and not record.task_sizes:
-        return  # it failed before it began: there is nothing to compare
+        return  # the run failed before it began, so there is nothing to compare
     reason, source = without_data(config), None
     if not reason:
         try:
             source = load_source(config.at(root), download=False)
-        except UserError as error:  # the data set is not here: the rest can be checked all the same
+        except UserError as error:  # without the data set, the rest can still be checked
             reason = str(error).rstrip(".")
     if source is None:
         yield Finding(RESULTS, not_checked=reason)
