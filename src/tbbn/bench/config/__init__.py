@@ -1,10 +1,10 @@
 """The config of a run: every number that affects it.
 
 - ``settings.py``: every setting with its default, help, choices and limits
-- ``options.py``: defaults of the options of norms and methods
+- ``options.py``: default values of the options of norms and methods
 - ``protocols.py``: defaults that depend on the data set, the protocol, quirks and online learning
-- ``resolve.py``: layers of settings to a config, later layers over earlier ones
-- ``toml.py``: configs to TOML and back
+- ``resolve.py``: merge layers of settings into a config; later layers override earlier ones
+- ``toml.py``: convert configs to TOML and back
 """
 
 from tbbn.bench.config.protocols import PROTOCOLS, QUIRKS, Values

@@ -1,6 +1,6 @@
-"""Defaults of the options of norms and methods.
+"""Default values of the options of norms and methods.
 
-A config has every option, so that a default that changes later does not change what an old config means.
+A config contains every option, so that old configs keep their meaning if a default changes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from tbbn.registry import BACKBONES, BUILT_IN, METHODS, NORMS
 
 REGISTRIES = {"norm": NORMS, "method": METHODS}
-# A norm takes these from the batch norm it replaces. All batch norms in the built-in backbones have these values.
+# A norm takes these from the batch norm that it replaces. All batch norms in the built-in backbones have these values.
 BATCH_NORM = {"eps": 1e-5, "momentum": 0.1, "affine": True, "track_running_stats": True}
 
 
@@ -18,7 +18,7 @@ def default_options(kind: str, name: str, *, backbone: str = "small") -> dict[st
     """Every option of a norm or method with its default.
 
     Empty for an unknown name, so that a record can be read without its plugin. The batch norms of a plugin's backbone may have
-    any values of ``BATCH_NORM``'s options; these options are then left out, and the values are kept.
+    other values for the options in ``BATCH_NORM``; these options are then left out, so that the layers keep their values.
 
     >>> default_options("method", "ssil")
     {'kd': 1.0, 'temperature': 2.0, 'kd_last_task_only': False}

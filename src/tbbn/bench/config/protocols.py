@@ -1,4 +1,4 @@
-"""Defaults that depend on other settings, as data: of each data set, of the paper protocol, of online learning, of quirks.
+"""Tables of defaults that depend on other settings: the data set, the paper protocol, online learning, quirks.
 
 Each table maps dotted names (``train.epochs``) to values. A run's own settings override them.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 Values = Mapping[str, Any]
 
-# Each data set, under both protocols.
+# By data set, under both protocols.
 _CIFAR = {
     "backbone": "resnet32",
     "memory.budget": 2000,
@@ -48,7 +48,7 @@ DATA: dict[str, Values] = {
     },
 }
 
-# The paper protocol: what the authors really ran.
+# The paper protocol: the settings that the authors actually ran.
 PAPER: Values = {
     "data.validation": 0.1,
     "memory.rounding": "ceil",
@@ -68,9 +68,9 @@ PAPER_DATA: dict[str, Values] = {
     "cifar10": {"batch.augment": "padded-resized"},
     "cifar100": {"batch.augment": "padded-resized"},
     "dissimilar": {"batch.augment": "padded-resized"},
-    "imagenet100": {"memory.selection": "random", "data.class_order": "icarl"},  # one order for every seed
+    "imagenet100": {"memory.selection": "random", "data.class_order": "icarl"},  # the same order for every seed
 }
-# PODNet and AFC ran in their own programs, here with batches of 96 + 32.
+# The authors ran PODNet and AFC in those methods' own programs; here with batches of 96 + 32.
 _POD: Values = {
     "backbone": "resnet32-podnet",
     "data.validation": 0.0,
@@ -109,7 +109,7 @@ PAPER_METHOD: dict[str, Values] = {
         "method.finetune_lr": 0.02,
     },
 }
-# Online learning passes over a task once. So does a second phase, over the rows stored or held out of the task.
+# Online learning makes a single pass over a task. A second phase also makes one pass, over the stored or held-out rows.
 ONLINE: Values = {"train.epochs": 1, "memory.selection": "reservoir", "train.schedule": "constant"}
 ONLINE_METHOD: dict[str, Values] = {
     "eeil": {"method.balanced_epochs": 1},
@@ -117,7 +117,7 @@ ONLINE_METHOD: dict[str, Values] = {
     "podnet": {"method.finetune_epochs": 1},
     "afc": {"method.finetune_epochs": 1},
 }
-# Defaults of torch: the learning rates above are those of SGD.
+# torch's defaults, because the learning rates above are for SGD.
 OPTIMIZER: dict[str, Values] = {
     "sgd": {},
     "adam": {"train.lr": 1e-3, "train.weight_decay": 0.0},
@@ -131,7 +131,7 @@ PROTOCOLS = ("clean", "paper")
 class Quirk:
     """An error of the released code, expressed as settings, so that the record shows it.
 
-    ``norms``, ``methods`` and ``data`` limit it to these: in a sweep the others are unaffected.
+    ``norms``, ``methods`` and ``data`` limit the runs that it applies to; other runs of a sweep are not affected.
     """
 
     line: str
@@ -212,7 +212,7 @@ QUIRKS: dict[str, Quirk] = {
 def implied(
     protocol: str, data: str, norm: str, method: str, quirks: tuple[str, ...], online: bool, optimizer: str
 ) -> Values:
-    """The defaults that follow from these settings; later tables override earlier ones."""
+    """The defaults that these settings imply; later tables override earlier ones."""
     tables: list[Values] = [DATA.get(data.split(":")[0], {})]
     if protocol == "paper":
         tables += [

@@ -1,4 +1,4 @@
-"""From layers of settings to a config: check names, types and limits, and add what the data set and the protocol imply."""
+"""Turn layers of settings into a config: check names, types and limits, and add the defaults that settings imply."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LONGEST = 200  # characters of a name or a value that an error repeats
 
 
 def resolve(*layers: Layer | Values, **settings: Any) -> RunConfig:
-    """The config of these layers; a later one overrides an earlier one, keywords come last.
+    """Build a config from layers of settings. Later layers override earlier ones, and keywords override all layers.
 
-    A layer is a mapping of settings, or a pair ``("where", mapping)`` whose name stands in errors. Names are dotted
-    (``{"train.epochs": 2}``) or nested (``{"train": {"epochs": 2}}``). If a layer names a norm and gives its options, a later
+    A layer is a mapping of settings, or a pair ``("where", mapping)``, whose name appears in errors. Names are dotted
+    (``{"train.epochs": 2}``) or nested (``{"train": {"epochs": 2}}``). If a layer names a norm and sets options of it, a later
     layer with another norm drops those options. Options in a layer that names no norm are kept. Methods work the same way.
 
     >>> resolve({"method": "eeil", "train.epochs": 2}, seed=1).label
@@ -35,7 +35,7 @@ def resolve(*layers: Layer | Values, **settings: Any) -> RunConfig:
 
 
 def merge(*layers: Layer | Values) -> tuple[dict[str, Any], dict[str, str]]:
-    """The settings of all layers, checked, by dotted name; and of each option given beside a name, that name."""
+    """The checked settings of all layers by dotted name; and for each option given together with a name, that name."""
     values: dict[str, Any] = {}
     owners: dict[str, str] = {}
     for layer in layers:
@@ -65,7 +65,7 @@ def _named(layer: Layer | Values) -> Layer:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as dotted names; ``norm = "gn"`` is short for ``norm.name = "gn"``, as with method and data.
+    """Flatten nested settings to dotted names. ``norm = "gn"`` is short for ``norm.name = "gn"``; also for method and data.
 
     >>> flatten({"norm": "gn", "train": {"epochs": 2}})
     {'norm.name': 'gn', 'train.epochs': 2}
@@ -82,7 +82,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def without_place(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config as dotted names, but for those that say where its data lie.
+    """The settings of a config as dotted names, without those in ``PLACE``, which say where its data are.
 
     >>> without_place({"data": {"name": "digits", "root": "/mnt"}})
     {'data.name': 'digits'}
@@ -91,7 +91,7 @@ def without_place(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(key: str, text: str) -> Any:
-    """A setting's value from the command line, by the setting's type; the type of an option is guessed."""
+    """Parse a setting's value from the command line by the setting's type; the type of an option is guessed."""
     kind = SETTINGS[key].kind if key in SETTINGS else None
     if kind is str:
         return text
@@ -113,7 +113,7 @@ def _number(text: str) -> Any:
 
 
 def check_settings(config: RunConfig) -> None:
-    """Raise for the first setting outside its choices or limits, in a config that was not made by :func:`resolve`."""
+    """Raise for the first setting outside its choices or limits, for configs that were not made by :func:`resolve`."""
     for key, setting in SETTINGS.items():
         _check_limits(setting, functools.reduce(getattr, key.split("."), config), "")
 
@@ -140,7 +140,7 @@ def _checked_name(key: str, where: str) -> str:
 
 
 def nearest_setting(name: str) -> str:
-    """The setting that a name without its section stands for, or a common word for it; empty if there is none.
+    """The setting meant by a name without its section or by a common synonym; empty if there is none.
 
     >>> nearest_setting("lr"), nearest_setting("weight-decay"), nearest_setting("optim"), nearest_setting("zzz")
     ('train.lr', 'train.weight_decay', 'train.optimizer', '')
@@ -148,7 +148,7 @@ def nearest_setting(name: str) -> str:
     plain = name.lower().replace("-", "_")
     if plain in _OTHER_WORDS:
         return _OTHER_WORDS[plain]
-    # Of equal names the one in the shortest section: train.lr, not train.first.lr.
+    # If several sections have the name, take the shortest: train.lr, not train.first.lr.
     return min((key for key in SETTINGS if key.rpartition(".")[2] == plain), key=len, default="")
 
 
@@ -192,7 +192,7 @@ _KINDS = {
 
 
 def _checked_value(key: str, value: Any, where: str) -> Any:
-    """The value in its setting's type."""
+    """The value, converted to its setting's type."""
     value = _of_python(value)
     if key not in SETTINGS:
         return _checked_option(key, value, where)
@@ -210,14 +210,14 @@ def _checked_value(key: str, value: Any, where: str) -> Any:
 
 
 def _of_python(value: Any) -> Any:
-    """Numbers and arrays of numpy as those of Python; anything else unchanged."""
+    """Convert NumPy numbers and arrays to Python's numbers and lists; anything else is unchanged."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     return type(value)(map(_of_python, value)) if type(value) in (list, tuple) else value
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """The value as this type: an int becomes a float, a list a tuple; every other mismatch is a TypeError."""
+    """Convert a value to a type: an int to a float, a list to a tuple. Any other mismatch is a TypeError."""
     if kind in (tuple[str, ...], tuple[float, ...]) and isinstance(value, list | tuple):
         inner = float if kind == tuple[float, ...] else str
         return tuple(_typed(inner, v) for v in value)
@@ -237,7 +237,7 @@ def _check_limits(setting: Setting, value: Any, prefix: str) -> None:
 
 
 def _checked_option(key: str, value: Any, where: str) -> Any:
-    """The value of an option of a norm or a method, which must be one that JSON and TOML both hold."""
+    """The value of a norm's or method's option, which must be representable in both JSON and TOML."""
     if not _is_value(value):
         raise UserError(f"{where}: {key} must be a number, text, true, false, or a list of these, got {_shown(value)}.")
     _check_text(key, f"{key}{value}", where)
@@ -249,21 +249,21 @@ def _is_value(value: Any) -> bool:
 
 
 def _check_text(key: str, value: str, where: str) -> None:
-    """Refuse text that no file can hold: Python turns bytes that are not UTF-8 into lone surrogates."""
+    """Raise for lone surrogates, which cannot be written to a file: Python decodes bytes that are not UTF-8 to them."""
     if any("\ud800" <= sign <= "\udfff" for sign in value):
         raise UserError(f"{where}: {key} must be text in UTF-8, got {_shown(value)}.")
 
 
 def _shown(value: Any) -> str:
-    """The value as an error repeats it: not longer than a line or two."""
+    """The value as shown in errors, shortened to a line or two."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _build(values: Values) -> RunConfig:
     made: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
-    inner: dict[str, dict[str, Any]] = {}  # by section, the sections inside it
-    for section in reversed(SECTIONS):  # a section inside another comes after it
+    inner: dict[str, dict[str, Any]] = {}  # by section: its subsections
+    for section in reversed(SECTIONS):  # a subsection comes after its section
         outer, _, name = section.rpartition(".")
         own = {name: value for name, value in inside(values, section).items() if "." not in name}
         part = SECTIONS[section](**own, **inner.pop(section, {}))
@@ -279,9 +279,9 @@ def _build(values: Values) -> RunConfig:
 
 
 def complete(config: RunConfig) -> RunConfig:
-    """The config with every option of its norm and method, defaults included, each in the type of its default.
+    """The config with every option of its norm and method, including defaults, each with the type of its default.
 
-    :func:`resolve` does this for the names known then. Do it again once plugins have been loaded.
+    :func:`resolve` does this for the names known at that time. Call it again after loading plugins.
     """
     return replace(config, norm=_completed(config.norm, config), method=_completed(config.method, config))
 
@@ -294,13 +294,13 @@ def _completed(chosen: _Choice, config: RunConfig) -> _Choice:
 
 
 def with_defaults(config: RunConfig, kind: str, defaults: Mapping[str, Any]) -> RunConfig:
-    """The config with these defaults of its norm's or method's options, which say what its label leaves out."""
+    """The config with these defaults for its norm's or method's options; its label omits options at their defaults."""
     found = tuple((option, _like(None, default)) for option, default in sorted(defaults.items()))
     return replace(config, **{kind: replace(getattr(config, kind), defaults=found)})
 
 
 def _like(default: Any, value: Any) -> Any:
-    """Make an option's value hashable, and a whole number a float where the default is one."""
+    """Make an option's value hashable, and convert a whole number to a float if the default is one."""
     if isinstance(value, list | tuple):
         return tuple(_like(None, v) for v in value)
     if not isinstance(default, float) or type(value) is not int:

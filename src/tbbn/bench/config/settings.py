@@ -10,41 +10,41 @@ from tbbn.bench.config.protocols import OPTIMIZERS, PROTOCOLS, QUIRKS, Values, i
 from tbbn.options import Option
 from tbbn.options import option as setting
 
-# Say where the data lie, not what a run does: a run may go on, and be checked and compared, with other values.
+# The place of the data, which does not affect results: a run may be resumed, checked and compared with other values.
 PLACE = ("data.root", "data.download")
 SCHEDULES = ("multistep", "cosine", "constant")
 _FLOAT = 3.4e38  # weights are float32
-_MANY = 2**20  # a typing error beyond this would fill the memory or never end
+_MANY = 2**20  # a larger number is a typing error that would fill the memory or run forever
 
 
 @dataclass(frozen=True)
 class Setting(Option):
-    """One setting, by its dotted name."""
+    """One setting, with its dotted name."""
 
     name: str = ""
 
     @property
     def line(self) -> str:
-        """The help, and the choices where there are any."""
+        """The help, with the choices if there are any."""
         return f"{self.help} ({', '.join(self.choices)})" if self.choices else self.help
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A norm or a method by name, and its options: all of them in a config made by ``resolve``, defaults included."""
+    """The name and options of a norm or a method. A config made by ``resolve`` has all options, including defaults."""
 
     kind: ClassVar[str]
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()  # sorted by name
-    # Defaults when the run was made, from its record. Without them a label would depend on whether a plugin is here.
+    # The defaults at the time of the run, from its record. Without them, labels would depend on whether a plugin is installed.
     defaults: tuple[tuple[str, Any], ...] = field(default=(), compare=False, repr=False)
 
     def dict(self) -> dict[str, Any]:
         return dict(self.options)
 
     def differing(self, **defaults: Any) -> str:
-        """The name, and in brackets the options that differ from their defaults, or from those given."""
+        """The name, with the options that differ from their defaults in brackets; ``defaults`` override the usual ones."""
         defaults = {**(dict(self.defaults) or default_options(self.kind, self.name)), **defaults}
         changed = [(k, v) for k, v in self.options if k not in defaults or defaults[k] != v]
         inside = ", ".join(f"{k}={str(v).removesuffix('.0')}" for k, v in changed)
@@ -102,12 +102,12 @@ class DataConfig:
 
     @property
     def learnt_tasks(self) -> int:
-        """How many tasks a run learns."""
+        """The number of tasks that a run learns."""
         return min(self.tasks, self.stop_after or self.tasks)
 
     @property
     def part(self) -> str:
-        """How many of the tasks a run learns that stops early, such as "3 of 10 tasks"; empty for all."""
+        """The share of tasks that a run learns if it stops early, such as "3 of 10 tasks"; empty for all."""
         return f"{self.learnt_tasks} of {self.tasks} tasks" if self.learnt_tasks < self.tasks else ""
 
 
@@ -159,7 +159,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class FirstTaskConfig:
-    """Settings of the first task that differ from those of the later ones."""
+    """Settings of the first task, where they differ from those of later tasks."""
 
     epochs: int = setting(0, "first task: epochs; 0 is as in later tasks", least=0, most=_MANY)
     lr: float = setting(0.0, "first task: learning rate; 0 is as in later tasks", least=0, most=_FLOAT)
@@ -171,7 +171,7 @@ class FirstTaskConfig:
     gamma: float = setting(0.0, "first task: factor at each milestone; 0 is as in later tasks", least=0, most=_FLOAT)
 
     def chosen(self) -> dict[str, Any]:
-        """The settings that are not as in later tasks."""
+        """The settings that differ from those of later tasks."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {name: value for name, value in own.items() if not (isinstance(value, float) and value < 0)}
 
@@ -202,11 +202,11 @@ class TrainConfig:
     first: FirstTaskConfig = field(default_factory=FirstTaskConfig)
 
     def scaled(self, epochs: int) -> int:
-        """How many epochs are trained of a phase that has this many."""
+        """The number of epochs to train in a phase of ``epochs`` epochs."""
         return max(1, round(self.scale * epochs))
 
     def of_task(self, number: int) -> "TrainConfig":
-        """The settings of a task (0-based): in the first one, those of ``first`` that are set replace the others."""
+        """The settings of a task (0-based). In the first task, settings in ``first`` replace the others if set."""
         return self if number else replace(self, **self.first.chosen())
 
 
@@ -243,17 +243,17 @@ class RunConfig:
     save: SaveConfig = field(default_factory=SaveConfig)
 
     def at(self, root: str | None) -> "RunConfig":
-        """The config with its data in another folder; None leaves them where they are."""
+        """The config with its data in another folder; None keeps the folder."""
         return self if root is None else replace(self, data=replace(self.data, root=root))
 
     @property
     def label(self) -> str:
-        """What tables and curves call the run."""
+        """The run's name in tables and plots."""
         return " + ".join(self.names)
 
     @property
     def names(self) -> tuple[str, str]:
-        """Method and norm with their options, without those that other settings imply, as ``data.online`` does."""
+        """Method and norm with their options, except options that other settings such as ``data.online`` imply."""
         names = self.norm.name, self.method.name
         values = implied(self.protocol, self.data.name, *names, self.quirks, self.data.online, self.train.optimizer)
         return self.method.differing(**inside(values, "method")), self.norm.differing(**inside(values, "norm"))
@@ -283,7 +283,7 @@ def _settings() -> Mapping[str, Setting]:
     found = {}
     for prefix, owner in (("", RunConfig), *((f"{name}.", owner) for name, owner in SECTIONS.items())):
         for f in fields(owner):
-            if f.default is MISSING:  # a section, or one inside it
+            if f.default is MISSING:  # a section or a subsection
                 continue
             if f.name in CHOICES and not prefix:
                 found[f"{f.name}.name"] = Setting(f.default.name, **f.metadata, kind=str, name=f"{f.name}.name")
@@ -292,4 +292,4 @@ def _settings() -> Mapping[str, Setting]:
     return MappingProxyType(found)
 
 
-SETTINGS = _settings()  # by dotted name; the options of norms and methods are not among them
+SETTINGS = _settings()  # by dotted name, without the options of norms and methods

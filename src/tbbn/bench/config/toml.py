@@ -1,4 +1,4 @@
-"""Configs to TOML and back."""
+"""Convert configs to TOML and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:  # pragma: no cover
     import tomli as tomllib
 
 
-_LARGEST = 2**20  # /dev/zero never ends
+_LARGEST = 2**20  # bytes; a limit, because /dev/zero never ends
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -37,28 +37,28 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from None
     except UserError:
         raise
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, numbers too long to read, tables too deep
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers too long, tables too deep
         raise UserError(f"{path}: not a TOML file: {error}.") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The settings in a TOML document, as dotted names. Raises ValueError, or RecursionError for tables too deep."""
+    """The settings in a TOML document, as dotted names. Raises ValueError, or RecursionError for deeply nested tables."""
     return flatten(tomllib.loads(text))
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The config as nested tables of what TOML and JSON hold; :func:`resolve` turns them into the config again."""
+    """The config as nested dicts that TOML and JSON can represent; :func:`resolve` turns them back into a config."""
     return {f.name: _plain(getattr(config, f.name)) for f in fields(config)}
 
 
 def to_toml(config: RunConfig | Mapping[str, Any]) -> str:
-    """A config, or any nested tables, as a TOML document. Of a config every setting and option is written."""
+    """A config, or any nested tables, as a TOML document. A config is written with every setting and option."""
     try:
         import tomli_w
     except ImportError:
         raise UserError("writing a config needs tomli-w; pip install 'tbbn[bench]'.") from None
     text = tomli_w.dumps(to_dict(config) if isinstance(config, RunConfig) else config)
-    # Such characters stand in strings only. TOML allows some that a terminal acts on, such as U+202E.
+    # Unprintable characters occur only in strings. TOML allows some that a terminal interprets, such as U+202E.
     return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
 
 
