@@ -1,1 +1,1 @@
-"""What is behind a result: shares of tasks in the statistics, drift of running statistics, and the choice of epoch."""
+"""Analyses that explain results: shares of tasks in the statistics, drift of running statistics, the choice of epoch, slots."""

@@ -1,9 +1,9 @@
-"""Drift of running statistics: how far each norm's are from those of all tasks in equal parts, layer by layer.
+"""Drift of running statistics: how far each layer's are from the statistics of all tasks in equal parts.
 
-The population of a layer is its input over the training images of every task so far, the network in eval mode. Each task counts
-the same. Images are augmented as in training ("train") or as they are tested ("test"): random crops with a dark border, for
-example, move the statistics more than an imbalance of tasks does. ``newest`` says how much of the newest task a layer's mean
-holds: 1/t if it is balanced, 1 if it is the newest task's own.
+The population of a layer is its input over the training images of every task so far, with the network in eval mode. Every task
+has equal weight. Images are augmented as in training ("train") or as in testing ("test"): random crops with a dark border, for
+example, change the statistics more than an imbalance of tasks does. ``newest`` is the weight of the newest task in a layer's
+mean: 1/t if the mean is balanced, 1 if it is the newest task's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LayerDrift:
     layer: str
     mean: float  # mean over channels of |running mean - population's|, in standard deviations of the population
     std: float  # mean over channels of |running std / population's std - 1|
-    newest: float  # weight of the newest task that explains the running mean best, the rest shared by the past tasks
+    newest: float  # the best-fitting weight of the newest task in the running mean; past tasks share the rest
 
 
 @dataclass
@@ -67,7 +67,7 @@ VIEWS = ("train", "test")
 def drift(run: Run, images: int = 0, view: str = "train") -> list[LayerDrift]:
     """The drift of every layer of a run's network, over the tasks that it has learnt.
 
-    ``images`` limits the training images of each task; 0 takes all.
+    ``images`` limits the number of training images per task; 0 takes all.
     """
     if view not in VIEWS:
         raise unknown_name("view", view, VIEWS)
@@ -98,7 +98,7 @@ def _plain(run: Run, task: Task, images: int) -> Iterator[Tensor]:
 
 
 def _augmented(run: Run, task: Task, images: int) -> Iterator[Tensor]:
-    """The task's own images in batches of an epoch of its training, without a memory."""
+    """The task's own images from the batches of one training epoch, without a memory."""
     empty = copy.copy(run.memory)
     empty.index = empty.index[:0]
     for batch in replace(run.context(task), memory=empty).batches("drift"):
@@ -113,7 +113,7 @@ def _augmented(run: Run, task: Task, images: int) -> Iterator[Tensor]:
 
 @contextmanager
 def _watched(network: nn.Module, found: dict[str, Moments]) -> Iterator[None]:
-    """Add the input of each layer to its moments."""
+    """Inside the block, add each layer's input to its moments."""
     layers = dict(network.named_modules())
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
@@ -149,7 +149,7 @@ def _compare(name: str, layer: nn.Module, tasks: Sequence[Moments]) -> LayerDrif
     return LayerDrift(name, float(off), float(wide), newest)
 
 
-_SIDE_BY_SIDE = 2  # runs whose layers fit a terminal
+_SIDE_BY_SIDE = 2  # with more runs, columns per layer do not fit a terminal
 _NOTES = (
     "mean off, std off: running statistics against those of all tasks in equal parts, mean over channels.",
     "newest task: its weight in the running mean; the past tasks share the rest.",
@@ -157,7 +157,7 @@ _NOTES = (
 
 
 def drift_table(labels: Sequence[str], drifts: Sequence[Sequence[LayerDrift]]) -> Table:
-    """A row for each layer, three columns for each run; of more than two runs, a row for each with its mean over layers."""
+    """One row per layer with three columns per run. For more than two runs, one row per run with the mean over its layers."""
     names = ("mean off, sd", "std off, %", "newest task, %")
     averages = [
         LayerDrift("all layers", *(fmean(getattr(d, key) for d in layers) for key in ("mean", "std", "newest")))

@@ -1,8 +1,8 @@
-"""The choice of epoch: what every epoch of a run would have scored, and which one each rule would have kept.
+"""The choice of epoch: the score of every epoch of a run, and which epoch each rule would have kept.
 
-The run trains as it always does. After each epoch its network is also evaluated, as if training ended there: what a method
-does after training, to rescale or to remember, is done to a copy. A rule is applied to one phase at a time: the next one starts
-from the epoch that the run itself keeps.
+The run trains as usual. After each epoch its network is also evaluated as if training ended there; whatever the method does after
+training, such as rescaling weights or remembering tensors, is done to a copy. A rule is applied to one phase at a time: the next
+phase starts from the epoch that the run itself keeps.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ RULES: dict[str, Callable[[Sequence[EpochScore]], EpochScore]] = {
 
 @dataclass(frozen=True)
 class EpochScore:
-    """What the network scores if training ends after an epoch of a phase; all numbers from 0."""
+    """The network's scores if training ended after an epoch of a phase. Task and epoch are 0-based."""
 
     task: int
     phase: str
     epoch: int
     lr: float
     accuracy: tuple[float, ...]  # of each task so far, on test images
-    new_loss: float  # cross-entropy on the new task's validation rows: what train.keep = "best" minimises
+    new_loss: float  # cross-entropy on the new task's validation rows, which train.keep = "best" minimises
     all_loss: float  # on the validation rows of all tasks so far
 
     @property
@@ -87,16 +87,16 @@ def score_epochs(config: RunConfig, on_event: Callable[[Event], None] | None = N
 def _score(run: Run, event: EpochEnded) -> EpochScore:
     task = run.scenario.tasks[event.position.task]
     result = evaluate(task, run.config, run.scenario, run.method, _ended(run, task), run.test_data)
-    new = _loss(run, task.validation)  # of the network as trained: train.keep compares epochs by that
+    new = _loss(run, task.validation)  # of the network as trained, by which train.keep compares epochs
     both = _loss(run, torch.cat([seen.validation for seen in run.scenario.tasks[: task.number + 1]]))
     lr = float(run.record.history[-1]["lr"])
     return EpochScore(task.number, event.phase, event.position.epoch, lr, tuple(result.accuracy), new, both)
 
 
 def _ended(run: Run, task: Task) -> Network:
-    """The network that the run would evaluate if training ended here; its own network stays as it is."""
+    """The network that the run would evaluate if training ended here. The run's own network is not changed."""
     method, kind = run.method, type(run.method)
-    stores = kind.after_task is not Method.after_task  # or reads what is stored: exemplars take a pass over the task
+    stores = kind.after_task is not Method.after_task  # only then choose exemplars, which takes a pass over the task
     if not stores and kind.after_training is Method.after_training:
         return run.network
     network = copy.deepcopy(run.network).eval()
@@ -112,7 +112,7 @@ def _ended(run: Run, task: Task) -> Network:
 
 
 def _loss(run: Run, rows: Tensor) -> float:
-    """Cross-entropy over all classes so far."""
+    """The cross-entropy on these rows over all classes so far."""
     size, precision = run.config.batch.evaluation, run.config.precision
     logits = torch.cat(
         list(evaluation_pass(run.network, run.train_data, rows, size, precision, lambda output: output.logits.float()))
@@ -128,7 +128,7 @@ def kept_by(scores: Sequence[EpochScore], rule: str) -> list[EpochScore]:
 
 
 def rules_table(scores: Mapping[str, Sequence[Sequence[EpochScore]]]) -> Table:
-    """For each run by name (with its seeds) and each phase: the epoch that each rule keeps, and what that epoch scores."""
+    """For each run by name (with its seeds) and each phase: the epoch that each rule keeps, and that epoch's scores."""
     entries = []
     for name, seeds in scores.items():
         for rule in RULES:
@@ -168,7 +168,7 @@ def kept_table(records: Mapping[str, Record]) -> Table:
 
 
 def kept_json(records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """The epoch that each run kept in every phase, from its history; all numbers from 0."""
+    """The epoch that each run kept in every phase, from its history. Tasks and epochs are 0-based."""
     entries = []
     for name, record in records.items():
         config = record.run_config

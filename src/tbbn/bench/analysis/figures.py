@@ -1,4 +1,4 @@
-"""Pictures of the analyses."""
+"""Figures of the analyses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tbbn.bench.report.figures import COLOURS, MARKERS, literal, new_figure, sav
 
 
 def epochs_figure(scores: Mapping[str, Sequence[Sequence[EpochScore]]], path: str | Path) -> Path:
-    """Accuracy on past and new tasks after every epoch: a panel for each run by name, with its seeds."""
+    """Accuracy on past and new tasks after every epoch, with one panel per run name for all its seeds."""
     figure = new_figure(8.0, 0.6 + 3.0 * len(scores))
     panels = figure.subplots(len(scores), 1, squeeze=False, sharey=True).flatten()
     for axes, (name, seeds) in zip(panels, scores.items(), strict=True):
@@ -30,7 +30,7 @@ def epochs_figure(scores: Mapping[str, Sequence[Sequence[EpochScore]]], path: st
 
 
 def _draw_epochs(axes: Any, seeds: Sequence[Sequence[EpochScore]]) -> None:
-    """The mean over seeds, each seed as a faint line, and a mark for what each rule keeps: mean epoch, mean accuracy."""
+    """The mean over seeds, each seed as a faint line, and a mark at the mean epoch and accuracy that each rule keeps."""
     x = range(1, len(seeds[0]) + 1)
     for key, label, colour in (("past", "past tasks", COLOURS[0]), ("new", "new task", COLOURS[1])):
         curves = [[100 * getattr(score, key) for score in run] for run in seeds]
@@ -41,7 +41,7 @@ def _draw_epochs(axes: Any, seeds: Sequence[Sequence[EpochScore]]) -> None:
     for i, rule in enumerate(RULES):
         kept = list(zip(*(kept_by(run, rule) for run in seeds), strict=True))
         style: dict[str, Any] = {"color": COLOURS[2 + i], "marker": MARKERS[i], "linestyle": ""}
-        style["markersize"] = 7 - 1.5 * i  # where rules agree, a mark leaves the rim of the one below
+        style["markersize"] = 7 - 1.5 * i  # where rules agree, the rim of the mark below stays visible
         epochs = [fmean(places[id(score)] for score in same) for same in kept]
         axes.plot(epochs, [100 * fmean(score.mean for score in same) for same in kept], label=rule, **style)
     for place, (before, after) in enumerate(pairwise(seeds[0]), 1):
@@ -54,7 +54,7 @@ def drift_figure(labels: Sequence[str], drifts: Sequence[Sequence[LayerDrift]], 
     """Distance of the running mean from the balanced population's, and the newest task's weight in it, layer by layer."""
     figure = new_figure(8.0, 3.4 + 0.2 * -(-len(labels) // 3))
     left, right = figure.subplots(1, 2)
-    from matplotlib.ticker import MaxNLocator  # new_figure says what is missing if it is
+    from matplotlib.ticker import MaxNLocator  # after new_figure, which raises a clear error without matplotlib
 
     for i, (label, layers) in enumerate(zip(labels, drifts, strict=True)):
         style: dict[str, Any] = {

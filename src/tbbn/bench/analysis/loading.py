@@ -1,4 +1,4 @@
-"""A saved run as it was after one of its tasks: network, data and scenario, on this machine's device."""
+"""Load a saved run as it was after one of its tasks: network, data and scenario, on this machine's device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tbbn.errors import UserError
 
 
 def run_after(folder: str | Path, task: int | None = None, root: str | None = None) -> Run:
-    """The run with the network it had after ``task`` (from 0; default: the last one learnt), in eval mode. Downloads nothing.
+    """The run with its network after ``task`` (0-based; default: the last one learnt), in eval mode. Downloads nothing.
 
-    ``root`` is where the data sets lie here, if not where they lay.
+    ``root`` is the folder of the data sets, if they have moved since the run.
     """
     directory = Path(folder)
     record = load_record(directory)

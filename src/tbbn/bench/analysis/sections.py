@@ -23,13 +23,13 @@ Layers = Sequence[LayerDrift]
 
 
 def shares_section(records: Sequence[Record]) -> Section:
-    """Each task's share in the statistics, for the norms where the batch alone decides it."""
+    """Each task's share in the statistics, for norms whose shares depend only on the batch."""
     tables: dict[tuple[tuple[str, ...], ...], tuple[Table, list[str]]] = {}
     for block in blocks(groups(records)):
         if known := [group.config for group in block if group.config.norm.name in NORMS]:
             try:
                 table = shares_table(known)
-            except UserError:  # no task is the newest, or the method comes from a plugin that is not here
+            except UserError:  # joint training has no newest task, or the method's plugin is missing
                 continue
             tables.setdefault((table.header, *table.rows), (table, []))[1].append(block[0].setup)
     shown = tuple(replace(table, caption=", ".join(setups)) for table, setups in tables.values())
@@ -37,7 +37,7 @@ def shares_section(records: Sequence[Record]) -> Section:
 
 
 def drift_section(runs: Mapping[Path, Record], images: int) -> Section:
-    """The drift of running statistics after the last task, for the runs whose network and data are here."""
+    """The drift of running statistics after the last task, for runs whose network and data are available here."""
     folders = {id(record): folder for folder, record in runs.items()}
     measured: list[tuple[Group, list[Layers]]] = []
     missing = []

@@ -1,4 +1,4 @@
-"""Each task's share in the statistics of a norm: what the split rule makes of the batch, without any training."""
+"""Each task's share in the statistics of a norm, computed from the batch and the split rule without any training."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tbbn.bench.report.tables import Table
 from tbbn.errors import UserError
 from tbbn.nn.plan import Layout, PlanOptions, one_group, splits
 
-NORMS: dict[str, dict[str, Any]] = {"bn": {}, "tbbn": {}, "weighted": {"kind": "weighted"}}  # fixed options of each
+NORMS: dict[str, dict[str, Any]] = {"bn": {}, "tbbn": {}, "weighted": {"kind": "weighted"}}  # each norm's fixed options
 
 
 @dataclass(frozen=True)
 class Share:
     """The newest task's share in the running statistics of a batch, and the numbers of splits behind it."""
 
-    exact: float  # r that would balance the batch
-    splits: int | None  # r*, what the rule makes of it; None for a norm without splits
-    current: float  # share of the newest task; the past tasks have the rest in equal parts
+    exact: float  # the r that would balance the batch
+    splits: int | None  # r*, the rounded number by the rule; None for a norm without splits
+    current: float  # share of the newest task; the past tasks share the rest equally
 
 
 def share(current: int, memory: int, past_tasks: int, options: PlanOptions | None) -> Share:
-    """The share for a batch of these rows. ``options=None`` is batch norm, where every row counts the same."""
+    """The share for a batch with these numbers of rows. ``options=None`` is batch norm, where all rows have equal weight."""
     layout = Layout(current, memory, past_tasks)
     plan = layout.plan(options) if options is not None else None
     weights = row_weights(one_group(layout.rows) if plan is None else plan)
     exact = current * past_tasks / memory if memory else 1.0
-    # Not the groups of the plan: an ablation has one more, the whole batch.
+    # Not the plan's number of groups: an ablation has the whole batch as an additional group.
     r = splits(current, memory, past_tasks, options.rule) if has_splits(options) else None
     return Share(max(1.0, exact), r, float(weights[:current].sum()))
 
@@ -42,13 +42,13 @@ def has_splits(options: PlanOptions | None) -> TypeGuard[PlanOptions]:
 
 
 def row_weights(plan: Any) -> Tensor:
-    """How much each row of a batch counts in the running mean: the mean over the groups, as the plan mixes them."""
+    """The weight of each row of a batch in the running mean: its weight in each group, mixed over groups as in the plan."""
     weights: Tensor = plan.running @ plan.gather
     return weights
 
 
 def norm_options(norm: str, options: dict[str, Any]) -> PlanOptions | None:
-    """The plan of a norm that is batch norm but for its statistics; None for batch norm itself."""
+    """The plan options of a norm that differs from batch norm only in its statistics; None for batch norm itself."""
     if norm not in NORMS:
         raise UserError(f"shares: {norm!r} has no fixed share of a task; choose from {', '.join(NORMS)}.")
     known = PlanOptions.__dataclass_fields__
@@ -56,7 +56,7 @@ def norm_options(norm: str, options: dict[str, Any]) -> PlanOptions | None:
 
 
 def shares_table(configs: Sequence[RunConfig]) -> Table:
-    """A row for each task: r, and for each norm its r* and the share of the newest task. The configs differ in their norm."""
+    """One row per task: r, and each norm's r* and share of the newest task. The configs may differ only in their norm."""
     first, method = configs[0], method_of(configs[0])
     if method.all_data:
         raise UserError(

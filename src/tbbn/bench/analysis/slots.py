@@ -1,9 +1,9 @@
-"""Whether a network tells new images from past ones by the statistics they are normalised with.
+"""Test whether a network tells new images from past ones by the statistics that normalise them.
 
 A batch is [current ; memory]. TBBN normalises a current row by its own split and a memory row by the average over the splits,
-so the place of a row in the batch, its slot, shows in its output. In training new images are always in current slots and past
-ones in memory slots. Here some of them change places. If the prediction follows the slot and not the image, the network has
-learnt the slot, which a test image does not have.
+so the output depends on a row's place in the batch, its slot. In training, new images are always in current slots and past ones
+in memory slots. Here some of them are exchanged. If the prediction follows the slot and not the image, the network has learnt
+the slot, which a test image does not have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tbbn.errors import UserError
 
 @dataclass
 class Seen:
-    """How many images of a kind were classified rightly, and how many as one of the past classes."""
+    """How many images of a kind were classified correctly, and how many as one of the past classes."""
 
     images: int = 0
     right: int = 0
@@ -42,7 +42,7 @@ class Seen:
 
 @dataclass
 class Slots:
-    """Predictions for training images, by where they are in the batch. ``*_eval``: with running statistics."""
+    """Predictions for training images by slot; ``*_eval`` with running statistics instead of the batch's."""
 
     new_in_current: Seen = field(default_factory=Seen)  # as in training
     new_in_memory: Seen = field(default_factory=Seen)
@@ -63,7 +63,7 @@ NAMES = {
 
 
 def slots(run: Run, batches: int = 20) -> Slots:
-    """Try the network of a run on training batches of its last task, as they are and with rows that change places."""
+    """Test the network of a run on training batches of its last task, as drawn and with rows exchanged."""
     context = last_task(run)
     found, old = Slots(), context.n_old_classes
     with torch.no_grad(), torch_settings(run.config, run.device):
@@ -84,7 +84,7 @@ def slots(run: Run, batches: int = 20) -> Slots:
 
 
 def exchange(batch: Batch, n: int) -> Batch:
-    """The batch with its first ``n`` current rows and its first ``n`` memory rows in each other's slots."""
+    """The batch with its first ``n`` current rows and its first ``n`` memory rows exchanged."""
     order = torch.arange(len(batch.labels), device=batch.labels.device)
     first = batch.memory.start
     order[:n], order[first : first + n] = torch.arange(first, first + n), torch.arange(n)
@@ -92,9 +92,9 @@ def exchange(batch: Batch, n: int) -> Batch:
 
 
 def last_task(run: Run) -> EngineTaskContext:
-    """The last task learnt, with the exemplars of the tasks before it.
+    """The last task learnt, with the exemplars of the previous tasks.
 
-    Of an online task these are the past rows left in the reservoir, and the batches are drawn as for any other task: drawing them
+    For an online task these are the past rows left in the reservoir, and batches are drawn as for an offline task: drawing them
     as a stream would store new rows among the past ones.
     """
     number = len(run.network.task_sizes) - 1
@@ -107,7 +107,7 @@ def last_task(run: Run) -> EngineTaskContext:
 
 
 def _training_logits(context: EngineTaskContext, batch: Batch) -> Tensor:
-    """The logits in train mode. Running statistics and the network's mode stay as they were."""
+    """The logits in train mode. Restores the running statistics, and leaves the network in eval mode."""
     network = context.network
     before = {name: buffer.clone() for name, buffer in network.named_buffers()}
     network.train()
@@ -120,7 +120,7 @@ def _training_logits(context: EngineTaskContext, batch: Batch) -> Tensor:
 
 
 def slots_table(labels: Sequence[str], found: Sequence[Slots]) -> Table:
-    """A row for each kind of image and slot; for each run how many were right, and how many were taken for past classes."""
+    """One row per kind of image and slot: for each run the percentages classified correctly and as past classes."""
     rows = []
     for key, name in NAMES.items():
         seen: list[Seen] = [getattr(entry, key) for entry in found]
