@@ -1,4 +1,4 @@
-"""The metrics of a table: their short names, which of them are shown, and which way is better."""
+"""The metrics of a table: their short names, which ones are shown, and whether lower is better."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tbbn.errors import UserError, unknown_name
 SHORT = {
     "final_accuracy": "A_f",
     "average_accuracy": "A_a",
-    "forgetting": "F",  # as the paper's code computes it, and its tables have it
+    "forgetting": "F",  # as in the paper's code and tables
     "forgetting_text": "F_text",  # the formula of the paper's text
     "learning_accuracy": "A_l",
     "forgetting_past": "FM",
@@ -24,20 +24,20 @@ SHORT = {
 }
 HEADLINE = ("final_accuracy", "average_accuracy", "forgetting", "forgetting_text", "learning_accuracy")
 WEIGHTED = ("weighted_final_accuracy", "weighted_average_accuracy")
-SYMBOLS = "a[t,i]: accuracy on task i after learning task t, among all classes seen so far."  # of the formulas
-# A metric at the beginning of a column's title: its letter, what stands below the line and what above.
+SYMBOLS = "a[t,i]: accuracy on task i after learning task t, among all classes seen so far."  # in the formulas
+# A metric at the beginning of a column's title: its letter, subscript and superscript.
 METRIC = re.compile(r"(A|F)(?:_([a-z]+))?(?:\^([a-z]))?(?=$| )")
 LOWER_IS_BETTER = ("forgetting", "forgetting_text", "forgetting_past")
 
 
 def default_metrics(records: Iterable[Record]) -> tuple[str, ...]:
-    """The headline metrics. Where a task has more classes than another, the class-weighted accuracies too."""
+    """The headline metrics, plus the class-weighted accuracies if tasks differ in their number of classes."""
     uneven = any(len(set(record.task_sizes)) > 1 for record in records)
     return HEADLINE + (WEIGHTED if uneven else ())
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """The metrics in a comma-separated list of short or long names, in its order.
+    """Parse a comma-separated list of short or long names of metrics, keeping its order.
 
     >>> parse_metrics("A_f,FM,learning_accuracy")
     ('final_accuracy', 'forgetting_past', 'learning_accuracy')
@@ -55,5 +55,5 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 
 def formulas(metrics: Sequence[str]) -> list[str]:
-    """A line for each metric: its short name and its formula."""
+    """One line per metric: its short name and its formula."""
     return [f"{SHORT[m]}: {FORMULAS[m]}" if " = " not in FORMULAS[m] else FORMULAS[m] for m in metrics]

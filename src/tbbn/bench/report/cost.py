@@ -1,4 +1,4 @@
-"""What runs cost: time, epochs, and the splits and exemplars that it depends on."""
+"""The cost of runs: time, epochs, and the splits and exemplars that it depends on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tbbn.errors import UserError
 
 
 def cost_table(groups: Sequence[Group]) -> Table:
-    # A norm changes no steps.
+    # The norm does not change the number of steps.
     steps_of = {
         block[0].apart_from_norm: _steps([run for group in block for run in group.finished][:1])
         for block in blocks(groups)
@@ -49,14 +49,14 @@ def cost_table(groups: Sequence[Group]) -> Table:
 
 
 def _steps(runs: Sequence[Record]) -> int:
-    """The steps of the first of these runs; 0 if they cannot be known."""
+    """The number of steps of the first of these runs; 0 if it cannot be known."""
     if not runs:
         return 0
     try:
         found = forecast(runs[0].run_config)
-    except (UserError, OSError):  # its data set or a plugin is not here
+    except (UserError, OSError):  # its data set or a plugin is missing here
         return 0
-    # The forecast counts the main phase alone. A note says that it had to guess.
+    # The forecast counts only the main phase. Its note is not empty if it had to estimate.
     as_forecast = sum(task.epochs for task in found.tasks) == len(runs[0].history)
     return found.all_steps if as_forecast and not found.note else 0
 

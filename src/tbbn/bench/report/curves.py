@@ -1,4 +1,4 @@
-"""Curves over the tasks: accuracy, forgetting, and what a norm gains over another on the same seeds."""
+"""Curves over the tasks: accuracy, forgetting, and the gain of one norm over another on the same seeds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tbbn.bench.report.pairs import Pair
 from tbbn.bench.report.table import Table
 from tbbn.bench.report.tables import percent
 
-ALONE = Panel("", lambda axes: None, 4.4, 3.2)  # the size of a panel that has the figure for itself
-AMONG = Panel("", lambda axes: None)  # of one among others
-_WIDE = 50  # characters of a label in one line
+ALONE = Panel("", lambda axes: None, 4.4, 3.2)  # size of the only panel of a figure
+AMONG = Panel("", lambda axes: None)  # size of one of several panels
+_WIDE = 50  # characters per line of a label
 GREY = "#7F7F7F"
-Numbers = Callable[[Matrix], list[float]]  # of a run: one after each task, in percent
+Numbers = Callable[[Matrix], list[float]]  # a run's values, one after each task, in percent
 Limits = tuple[float, float]
 
 
@@ -41,14 +41,14 @@ class Curve:
 
     label: str
     look: dict[str, Any]
-    first: int  # the task it begins with
+    first: int  # the task at which it starts
     mean: list[float]
     low: list[float]
     high: list[float]
 
     def draw(self, axes: Any) -> None:
         tasks = range(self.first, self.first + len(self.mean))
-        every = 1 + len(self.mean) // 12  # more markers would hide the line's style
+        every = 1 + len(self.mean) // 12  # more markers would hide the line style
         axes.plot(tasks, self.mean, label=wrapped(self.label, _WIDE), markevery=every, **self.look)
         if self.low != self.mean:
             axes.fill_between(tasks, self.low, self.high, color=self.look["color"], alpha=0.15, linewidth=0)
@@ -58,7 +58,7 @@ def _curve(
     name: str, columns: Sequence[Sequence[float]], half: Callable[[Sequence[float]], float], limits: Limits,
     look: dict[str, Any], first: int,
 ) -> Curve:  # fmt: skip
-    """The curve of numbers in columns: one for each task, with a number for each seed. Its band is inside the limits."""
+    """The curve of ``columns``, one per task with one number per seed. Its band is clipped to the limits."""
     seeds = len(columns[0])
     mean = list(map(statistics.fmean, columns))
     halves = [half(column) if seeds > 1 else 0.0 for column in columns]
@@ -73,7 +73,7 @@ def accuracy_panels(groups: Sequence[Group]) -> list[Panel]:
 
 
 def curves_table(groups: Sequence[Group]) -> Table:
-    """The numbers of the curves of :func:`accuracy_panels`."""
+    """The values of the curves of :func:`accuracy_panels`."""
     columns = {}
     for group in groups:
         runs = [[sum(row) / len(row) for row in record.accuracy] for record in group.drawn]
@@ -92,7 +92,7 @@ def forgetting_panels(groups: Sequence[Group]) -> list[Panel]:
 
 
 def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limits, first: int) -> list[Panel]:
-    """Few curves share a panel. Of many, each method has its own; one with many norms has a panel for each, beside batch norm."""
+    """One panel for a few curves, else one per method. A method with many norms gets a panel for each norm with batch norm."""
     look = Look(groups)
     curves = {}
     for group in groups:
@@ -113,7 +113,7 @@ def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limi
         if len(block) <= FEW:
             panels.append(_panel(block[0].setup, draw, own))
         else:
-            at = next((i for i, group in enumerate(block) if group.norm == "bn"), 0)  # as in tables of gains
+            at = next((i for i, group in enumerate(block) if group.norm == "bn"), 0)  # the same base as in pairs()
             base = replace(own[at], look={**own[at].look, "color": GREY})
             others = [(group, curve) for group, curve in zip(block, own, strict=True) if group is not block[at]]
             panels += [_panel(group.label, draw, [base, curve]) for group, curve in others]
@@ -121,7 +121,7 @@ def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limi
 
 
 def gain_panels(pairs: Sequence[Pair]) -> list[Panel]:
-    """What norms gain in mean accuracy over another, seed by seed. A band shows the 95 % interval of the mean."""
+    """Gains of norms over a base norm in mean accuracy, paired by seed. A band shows the 95 % interval of the mean."""
     look = Look([pair.other for pair in pairs])
     together: dict[str, list[Curve]] = {}
     for pair in pairs:
@@ -144,9 +144,9 @@ def _panel(title: str, draw: Callable[..., None], curves: Sequence[Curve], size:
 
 
 def _reach(curves: Sequence[Curve], limits: Limits, beyond: float = inf) -> Limits:
-    """The range that holds all curves with their bands, and some air: the same for all panels, so they can be compared.
+    """The y limits for all curves and bands with a margin. All panels share them, so that they can be compared.
 
-    A band that is wider than ``beyond`` to a side is cut: the interval of two seeds would flatten every curve.
+    A band that extends further than ``beyond`` to a side is cut: the interval of two seeds would flatten every curve.
     """
     low = min(max(edge, mean - beyond) for curve in curves for edge, mean in zip(curve.low, curve.mean, strict=True))
     high = max(min(edge, mean + beyond) for curve in curves for edge, mean in zip(curve.high, curve.mean, strict=True))

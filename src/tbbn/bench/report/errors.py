@@ -1,4 +1,4 @@
-"""Wrong predictions after the last task by type: from a current (C) or past (P) class to a current or past one."""
+"""Wrong predictions after the last task by type: a current (C) or past (P) class predicted as a current or past one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tbbn.bench.report.table import Table
 
 
 def mean_errors(group: Group) -> dict[str, float]:
-    """The number of errors of each type after the last task, the mean over finished runs; empty if there is none."""
+    """The number of errors of each type after the last task, averaged over finished runs; empty without any."""
     last = [record.errors[-1] for record in group.finished if record.errors]
     return {kind: statistics.fmean(errors.get(kind, 0) for errors in last) for kind in ERROR_TYPES} if last else {}
 
@@ -32,9 +32,9 @@ def errors_table(groups: Sequence[Group]) -> Table:
 
 
 def errors_panels(groups: Sequence[Group]) -> list[Panel]:
-    """For each method a bar for each norm, with a part for each type. Panels of one data set have one scale.
+    """One panel per method, with a bar for each norm, divided by error type. Panels of the same data set share a scale.
 
-    Data sets differ in their number of test images: the bars of a small one could not be seen beside a large one's.
+    Data sets do not share one because their numbers of test images differ: the bars of a small one would be invisible.
     """
     shown = [group for group in groups if mean_errors(group)]
     most: dict[str, float] = {}
@@ -58,7 +58,7 @@ def _draw(axes: Any, groups: Sequence[Group], reach: float) -> None:
         axes.barh(places, widths, 0.7, left=left, label=kind, color=colour)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(places, [wrapped(group.norm, 16) for group in groups], fontsize=8)
-    axes.set_ylim(len(groups) - 0.5, -1.2)  # from above, with room for the legend
+    axes.set_ylim(len(groups) - 0.5, -1.2)  # from top to bottom, with room for the legend
     axes.set_xlim(0, reach or 1)
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.set_xlabel("wrong predictions, mean over seeds", fontsize=8)

@@ -1,4 +1,4 @@
-"""Runs for programs: every number of every run in full precision, as JSON or CSV."""
+"""Export runs for other programs: every number of every run in full precision, as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = (
 
 
 def runs_json(runs: Runs, metrics: Sequence[str] = ()) -> str:
-    """A list with an object for each run; ``accuracy`` and ``task_il`` are matrices of fractions."""
+    """A list with one object per run; ``accuracy`` and ``task_il`` are matrices of fractions."""
     entries = [
         {
             **_names(folder, record),
@@ -36,7 +36,7 @@ def runs_json(runs: Runs, metrics: Sequence[str] = ()) -> str:
 
 
 def runs_csv(runs: Runs, metrics: Sequence[str] = ()) -> str:
-    """A row for each run: its names, metrics, seconds, and the accuracy matrix in columns a[t,i], tasks from 1."""
+    """One row per run: its names, metrics, seconds, and the accuracy matrix in columns a[t,i] with 1-based tasks."""
     tasks = max((len(record.accuracy) for record in runs.values()), default=0)
     places = [(t, i) for t in range(tasks) for i in range(t + 1)]
     metrics = metrics or tuple(SHORT)
@@ -59,6 +59,6 @@ def _names(folder: Path, record: Record) -> dict[str, Any]:
 
 
 def _metrics(record: Record, chosen: Sequence[str]) -> dict[str, float]:
-    """The metrics chosen, in that order; all of them where none is."""
+    """The chosen metrics, in that order; all of them if none is chosen."""
     found = record.metrics
     return {m: found[m] for m in chosen if m in found} if chosen else found

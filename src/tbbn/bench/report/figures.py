@@ -1,4 +1,4 @@
-"""What all figures share: how they are made, composed of panels and saved, and how curves look."""
+"""Common code of all figures: create them, compose them of panels, save them, and style their curves."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tbbn.errors import UserError, printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, which colour-blind readers can tell apart; grey and brown for their black and yellow, so that all can be
-# seen on white and on black.
+# Okabe and Ito's palette, which colour-blind readers can tell apart, with grey and brown instead of black and yellow, so that
+# all colours are visible on white and on black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#A6611A")
 LINES: tuple[Any, ...] = (
     "-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 3)), (0, (8, 2, 3, 2)),
 )  # fmt: skip
 MARKERS = "os^Dv<>p"
-FEW = 5  # more curves than this are not told apart in one panel
+FEW = 5  # more curves than this cannot be told apart in one panel
 _COLUMNS = 3
-_SHORT = 7  # characters of a legend's entry, for each inch of its panel, with which two stand side by side
-_INSIDE = 4  # a legend with more entries does not fit beside the curves
+_SHORT = 7  # characters per inch of panel width up to which two legend entries fit side by side
+_INSIDE = 4  # a legend with more entries does not fit inside the axes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     class NotebookFigure(Figure):
-        """A figure that notebooks show without pyplot."""
+        """A figure that notebooks display without pyplot."""
 
         def _repr_png_(self) -> bytes:
             buffer = BytesIO()
@@ -87,27 +87,25 @@ def figure_of(panels: Sequence[Panel], title: str = "") -> Figure:
 
 
 def legend_height(entries: int) -> float:
-    """Inches that :func:`add_legend` needs under the axes for so many entries."""
+    """The height in inches that :func:`add_legend` needs below the axes for this many entries."""
     return 0.16 * -(-entries // 2) if entries > _INSIDE else 0.0
 
 
 def add_legend(axes: Any) -> None:
-    """A legend of the curves: where it covers least of them, or under the axes if it has many entries."""
+    """Add a legend where it covers least of the curves, or below the axes if it has many entries."""
     from matplotlib.transforms import ScaledTranslation
 
     labels = axes.get_legend_handles_labels()[1]
     style: dict[str, Any] = {"frameon": False, "fontsize": 7, "handlelength": 3.2}
     if len(labels) > _INSIDE:
-        below = axes.transAxes + ScaledTranslation(
-            0, -0.4, axes.figure.dpi_scale_trans
-        )  # the label of the axis is between
+        below = axes.transAxes + ScaledTranslation(0, -0.4, axes.figure.dpi_scale_trans)  # the axis label is in between
         columns = 2 if max(map(len, labels)) <= _SHORT * axes.figure.get_figwidth() / axes.get_gridspec().ncols else 1
         style |= {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": below, "ncols": columns}
     axes.legend(**style)
 
 
 def check_picture(path: str | Path) -> Path:
-    """Raise for a name that says no format a figure can have. To be called before the work for the figure."""
+    """Raise if a file's suffix is not a supported figure format. Call it before the work for the figure."""
     matplotlib()
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -119,7 +117,7 @@ def check_picture(path: str | Path) -> Path:
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:
-    """Write a figure to a file of the format its name says."""
+    """Write a figure to a file, in the format of its suffix."""
     path = check_picture(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = BytesIO()
@@ -131,23 +129,23 @@ def save_figure(figure: Figure, path: str | Path) -> Path:
 
 
 def save_as_files(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write a figure for print and for the screen: as SVG and as PNG."""
+    """Write a figure as SVG for print and as PNG for the screen."""
     return [save_figure(figure, folder / f"{name}.{suffix}") for suffix in ("svg", "png")]
 
 
 def literal(text: str) -> str:
-    """Text that matplotlib draws as it is: no formula at a dollar sign, no hidden label at a leading underscore."""
+    """Escape text for matplotlib: a dollar sign starts no formula, and a leading underscore hides no label."""
     return "\u200b" * text.startswith("_") + printable(text).replace("$", r"\$")
 
 
 def wrapped(text: str, width: int) -> str:
-    """Text on at most three lines of this many characters, as :func:`literal` has it."""
+    """Wrap text to at most three lines of this many characters, each escaped by :func:`literal`."""
     lines = textwrap.wrap(printable(text), width, max_lines=3, placeholder=" ...", break_on_hyphens=False)
     return "\n".join(map(literal, lines))
 
 
 class Look:
-    """How the curve of a group looks: its colour is its method, its line its norm, its marker its other settings."""
+    """The style of a group's curve: its method sets the colour, its norm the line style, its other settings the marker."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._methods = list(dict.fromkeys(group.method for group in groups))
@@ -155,9 +153,9 @@ class Look:
         self._details = list(dict.fromkeys(group.detail for group in groups))
 
     def of(self, group: Group) -> dict[str, Any]:
-        """Options of ``axes.plot``."""
+        """Keyword arguments for ``axes.plot``."""
         method, norm = self._methods.index(group.method), self._norms.index(group.norm)
-        # Beyond the last line style they repeat, with other markers.
+        # If there are more norms than line styles, these repeat with other markers.
         marker = self._details.index(group.detail) + norm // len(LINES)
         return {
             "color": COLOURS[method % len(COLOURS)],

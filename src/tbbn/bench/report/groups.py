@@ -1,4 +1,4 @@
-"""Records that belong together: the same config with different seeds."""
+"""Group records that have the same config but different seeds."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from tbbn.bench.config import PLACE, NormChoice, RunConfig, SaveConfig, flatten, to_dict
 from tbbn.bench.engine.record import Record
 
-# Of the settings that distinguish two groups, a label shows these first: they say most.
+# A label shows these settings first among those that distinguish two groups, because they say most.
 _TELLING = ("data.name", "protocol", "train.keep", "train.epochs", "train.scale", "backbone", "train.optimizer")
-# Settings that say where a run was made and what it left, not what it did.
+# Settings of where a run was made and what it saved, which do not affect results.
 WHERE = ("device", "threads", *PLACE, "data.stream", "save.tasks")
-Seed = tuple[int, int]  # the run's, and that of the class order
+Seed = tuple[int, int]  # the run's seed, and the seed of the class order
 
 
 @dataclass(frozen=True)
 class Group:
     """Runs that differ only in their seeds."""
 
-    config: RunConfig  # without seeds, and without settings that say where it ran, not what it did
-    detail: str  # settings that distinguish the group from others with its method, besides the norm
+    config: RunConfig  # without seeds and the settings in WHERE
+    detail: str  # settings other than the norm that distinguish the group from others with its method
     runs: dict[Seed, Record]
 
     @property
@@ -50,17 +50,17 @@ class Group:
 
     @property
     def drawn(self) -> list[Record]:
-        """The runs that a curve is made of. An unfinished run would cut the curve of its group short."""
+        """The runs for curves: only finished ones if there are any, because an unfinished run would cut the curve short."""
         return [record for record in self.finished or self.records if record.accuracy]
 
     @property
     def apart_from_norm(self) -> RunConfig:
-        """What groups have in common that differ in their norm alone."""
+        """The config without the norm: equal for groups that differ only in their norm."""
         return _without_norm(self.config)
 
 
 def groups(records: Sequence[Record]) -> list[Group]:
-    """The groups of these records, in order of appearance. Runs with equal config and seed count once."""
+    """The groups of these records, in order of appearance. Runs with the same config and seed count once."""
     found: dict[RunConfig, dict[Seed, Record]] = {}
     for record in records:
         config = record.run_config
@@ -77,7 +77,7 @@ def groups(records: Sequence[Record]) -> list[Group]:
 
 
 def blocks(found: Sequence[Group]) -> list[list[Group]]:
-    """Groups that differ in their norm alone, together; in order of appearance."""
+    """Collect groups that differ only in their norm, in order of appearance."""
     together: dict[RunConfig, list[Group]] = {}
     for group in found:
         together.setdefault(group.apart_from_norm, []).append(group)
@@ -85,7 +85,7 @@ def blocks(found: Sequence[Group]) -> list[list[Group]]:
 
 
 def stamp(configs: Iterable[RunConfig]) -> str:
-    """What begins every table and figure of runs that trained a part of their epochs or tasks; nothing for others."""
+    """The prefix of every table and figure of runs that trained only part of their epochs or tasks; empty for others."""
     configs = list(configs)
     scales = sorted({config.train.scale for config in configs} - {1.0})
     parts = [f"SCALE {' and '.join(f'{scale:g}' for scale in scales)}: a fraction of the epochs."] if scales else []
@@ -97,7 +97,7 @@ def stamp(configs: Iterable[RunConfig]) -> str:
 
 
 def repeated_note(records: Sequence[Record], found: Sequence[Group]) -> list[str]:
-    """How many of the records repeat another one, and whether all of them agree with it; nothing if there are none."""
+    """A note on how many records repeat another one and whether their results agree; empty without repeats."""
     counted = {(group.config, seed): record for group in found for seed, record in group.runs.items()}
     repeated = len(records) - len(counted)
     if not repeated:
@@ -116,7 +116,7 @@ def _knows(record: Record) -> tuple[bool, int]:
 
 
 def without_seed(config: RunConfig) -> RunConfig:
-    """What runs of one group have in common."""
+    """The config without seeds and the settings in WHERE: equal for all runs of a group."""
     stop = config.data.stop_after if config.data.part else 0
     data = replace(config.data, class_order_seed=-1, root="", download=True, stream="auto", stop_after=stop)
     return replace(config, seed=0, device="", threads=0, data=data, save=SaveConfig())
@@ -127,7 +127,7 @@ def _without_norm(config: RunConfig) -> RunConfig:
 
 
 def _scenario_settings(configs: Sequence[RunConfig]) -> list[str]:
-    """Settings that every label must show where they are not the same for all: data set, scenario, protocol, epoch kept."""
+    """Settings that every label must show if they differ between runs: data set, scenario, protocol, which epoch is kept."""
     names = dict.fromkeys(config.data.name for config in configs)
     chosen = ["data.name"] if len(names) > 1 else []
     trees = [flatten(to_dict(config)) for config in configs]
@@ -138,7 +138,7 @@ def _scenario_settings(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _details(configs: Sequence[RunConfig], always: Sequence[str]) -> dict[RunConfig, str]:
-    """What distinguishes these configs of one method: the settings in ``always``, and as few others as do it."""
+    """The label details of these configs of one method: the settings in ``always``, plus any that tell further ones apart."""
     trees = [flatten(to_dict(config)) for config in configs]
     keys = sorted({key for tree in trees for key in tree}, key=_by_telling)
     chosen = list(always)

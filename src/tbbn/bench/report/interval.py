@@ -1,4 +1,4 @@
-"""How sure a mean over seeds is: its 95 % interval, by Student's t distribution."""
+"""The 95 % confidence interval of a mean over seeds, by Student's t distribution."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def half_width(values: Sequence[float]) -> float:
-    """How far the interval reaches to each side of the mean of two or more values."""
+    """Half the width of the interval around the mean of two or more values."""
     return quantile(len(values) - 1) * statistics.stdev(values) / sqrt(len(values))
 
 
 def quantile(freedom: int) -> float:
-    """The quantile of t at 0.975; beyond the table by an expansion (Cornish and Fisher) that is right to 0.001.
+    """The 0.975 quantile of t; beyond the table by the Cornish-Fisher expansion, which is accurate to 0.001.
 
     >>> [round(quantile(n), 2) for n in (2, 10, 30, 1000)]
     [4.3, 2.23, 2.04, 1.96]
@@ -34,7 +34,7 @@ def quantile(freedom: int) -> float:
 
 
 def difference(gains: Sequence[float]) -> str:
-    """The mean in points, and its interval if there are several.
+    """The mean gain in points, with its interval if there are several gains.
 
     >>> difference([1.0, 2.0, 3.0]), difference([-1.0]), difference([-0.01])
     ('+2.0 [-0.5, 4.5]', '-1.0', '+0.0')
@@ -52,4 +52,4 @@ def signed(points: float) -> str:
     >>> signed(1.26), signed(-0.04)
     ('+1.3', '+0.0')
     """
-    return f"{round(points, 1) + 0.0:+.1f}"  # adding 0 takes the sign of -0 away
+    return f"{round(points, 1) + 0.0:+.1f}"  # adding 0 removes the sign of -0

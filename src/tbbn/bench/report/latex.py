@@ -1,4 +1,4 @@
-"""Tables as LaTeX, with the rules of booktabs. What comes from records is escaped: it is text, never a command."""
+"""Tables as LaTeX with booktabs rules. Text from records is escaped, so that it is never a command."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ESCAPED = {
 }
 
 
-_WIDE = 9  # more columns do not fit between the margins of most papers
+_WIDE = 9  # more columns do not fit the text width of most papers
 
 
 def escape(text: str) -> str:
-    """The text as LaTeX prints it. Signs that a font may not have are spelt out.
+    """Escape text for LaTeX. Characters that a font may lack are replaced by their code points.
 
     >>> escape("50 % of $x_1$"), escape("汉")
     ('50 \\\\% of \\\\$x\\\\_1\\\\$', 'U+6C49')
@@ -34,12 +34,12 @@ def escape(text: str) -> str:
 
 
 def _is_plain(sign: str) -> bool:
-    """Whether every font has the sign: ASCII, and a Latin letter with an accent."""
+    """Whether every font has the character: ASCII, or a Latin letter with an accent."""
     return sign.isascii() or (sign <= "ÿ" and unicodedata.decomposition(sign)[:1].isdigit())
 
 
 def title(text: str) -> str:
-    """The title of a column, with the metric that begins it as a formula.
+    """The title of a column; a metric at its beginning becomes a formula.
 
     >>> title("A_f %"), title("F_text"), title("A_f^w paper")
     ('$A_f$ \\\\%', '$F_{\\\\mathrm{text}}$', '$A_f^w$ paper')
@@ -61,9 +61,9 @@ def render(
     blocks: Collection[int] = (),
     bold: Collection[tuple[int, int]] = (),
 ) -> str:
-    """A ``tabular``; with a caption inside a ``table``. A rule stands before each row in ``blocks`` but the first.
+    """A ``tabular``, inside a ``table`` if there is a caption. A rule precedes each row in ``blocks`` except row 0.
 
-    A table of many columns is made as wide as the text, by graphicx.
+    A table with many columns is scaled to the text width with graphicx.
     """
     lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", _line(map(title, header)), r"\midrule"]
     for i, row in enumerate(rows):
@@ -81,5 +81,5 @@ def render(
 
 def _line(cells: Iterable[str]) -> str:
     joined = " & ".join(cells)
-    # After a line end \\, LaTeX would take a bracket or a star for its argument.
+    # After a line end \\, LaTeX would parse a bracket or a star as its argument.
     return "{}" * joined.startswith(("[", "*")) + joined + r" \\"

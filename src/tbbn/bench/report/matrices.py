@@ -1,4 +1,4 @@
-"""Accuracy matrices as heat maps: a row for each task learnt, a column for each task tested."""
+"""Accuracy matrices as heat maps: one row per task learnt, one column per task tested."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from tbbn.bench.report.figures import Panel
 from tbbn.bench.report.groups import Group
 
-_READABLE = 12  # with more tasks the numbers do not fit into their cells
+_READABLE = 12  # with more tasks, the numbers do not fit into their cells
 
 
 def mean_matrix(group: Group) -> list[list[float]]:
-    """The accuracy matrix in percent, the mean over the seeds of a group."""
+    """The accuracy matrix in percent, averaged over the seeds of a group."""
     matrices = [record.accuracy for record in group.drawn]
     tasks = min(map(len, matrices))
     return [[100 * statistics.fmean(m[t][i] for m in matrices) for i in range(t + 1)] for t in range(tasks)]
@@ -38,7 +38,7 @@ def _draw(axes: Any, matrix: list[list[float]]) -> None:
                 dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
                 colour = "white" if dark else "black"
                 text = axes.text(i + 1, t + 1, f"{value:.0f}", ha="center", va="center", fontsize=7, color=colour)
-                text.set_in_layout(False)  # inside its cell; measuring each takes most of the time
+                text.set_in_layout(False)  # it is inside its cell, and measuring each text takes most of the time
     else:
         scale = axes.figure.colorbar(cells, shrink=0.7, boundaries=range(0, 101, 5), ticks=range(0, 101, 25))
         scale.ax.tick_params(labelsize=7)

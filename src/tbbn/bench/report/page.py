@@ -1,4 +1,4 @@
-"""Many runs as one HTML page that needs nothing beside it: no network, no script."""
+"""A report on many runs as one self-contained HTML page, without network access or scripts."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _MEASURED = ("gain", "errors", "drift", "cost")
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: a line about it, tables, and figures of one or more panels."""
+    """A part of the page: a line of text, tables, and figures of one or more panels."""
 
     name: str  # of its files and links
     title: str
     line: str = ""
     tables: tuple[Table, ...] = ()
     panels: tuple[Panel, ...] = ()
-    folded: tuple[Table, ...] = ()  # tables that the reader unfolds
-    asked: bool = False  # shown even where it has its line alone
+    folded: tuple[Table, ...] = ()  # tables that are collapsed at first
+    asked: bool = False  # shown even if it has only its line
 
     @property
     def all_tables(self) -> list[Table]:
@@ -48,13 +48,13 @@ class Page:
     title: str
     runs: int
     sections: list[Section]
-    stamp: str = ""  # of runs that trained a part of their epochs or tasks
+    stamp: str = ""  # for runs that trained only part of their epochs or tasks
 
 
 def page(
     runs: Runs, metrics: Sequence[str] = (), after_results: Sequence[Section] = (), before_cost: Sequence[Section] = ()
 ) -> Page:
-    """What there is to show of these runs, without what is empty; sections of the caller stand where their names say."""
+    """The page for these runs, without empty sections. The caller's sections go after the results and before the cost."""
     records = list(runs.values())
     metrics = metrics or default_metrics(records)
     found = groups(records)
@@ -95,7 +95,7 @@ def page(
 
 
 def _stamped(section: Section, mark: str) -> Section:
-    """The section; tables of what runs measured begin with the stamp, as those of results do already."""
+    """The section with the stamp before the captions of measured tables; the results tables already have it."""
     if section.name not in _MEASURED:
         return section
     return replace(section, tables=tuple(replace(table, caption=mark + table.caption) for table in section.tables))
@@ -132,7 +132,7 @@ def html(shown: Page) -> str:
 
 
 def _metric(title: str) -> str:
-    """The title of a column; a metric that begins it has its index below the line."""
+    """The title of a column; a metric at its beginning gets its index as a subscript."""
     from markupsafe import Markup, escape
 
     match = METRIC.match(title)
@@ -145,7 +145,7 @@ def _metric(title: str) -> str:
 
 
 def write_files(shown: Page, folder: Path) -> list[Path]:
-    """Every figure as SVG and PNG, every table as LaTeX and CSV."""
+    """Write every figure as SVG and PNG, and every table as LaTeX and CSV."""
     written = []
     for section in shown.sections:
         if section.panels:

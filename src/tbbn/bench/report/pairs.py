@@ -1,4 +1,4 @@
-"""Two norms on the same seeds: what one gains over the other, and how sure that is."""
+"""Pair two norms on the same seeds: the gain of one over the other, and its confidence interval."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tbbn.bench.report.table import Table
 
 @dataclass(frozen=True)
 class Pair:
-    """Two groups that differ in their norm alone, and the seeds that both have finished."""
+    """Two groups that differ only in their norm, and the seeds that both have finished."""
 
     base: Group
     other: Group
@@ -26,7 +26,7 @@ class Pair:
         return [(self.base.runs[seed], self.other.runs[seed]) for seed in self.seeds]
 
     def differences(self, numbers: Callable[[Matrix], Sequence[float]]) -> list[list[float]]:
-        """For each number of a run, the differences over the seeds; as many numbers as all runs have."""
+        """For each number of a run, the differences for all seeds; only for numbers that all runs have."""
         rows = [
             [b - a for a, b in zip(numbers(base.accuracy), numbers(other.accuracy), strict=False)]
             for base, other in self.runs
@@ -35,7 +35,7 @@ class Pair:
 
 
 def pairs(groups: Sequence[Group]) -> list[Pair]:
-    """Every norm against batch norm, or where that is missing against the first norm of its block."""
+    """Every norm against batch norm or, if that is missing, against the first norm of its block."""
     found = []
     for block in blocks(groups):
         finished = [group for group in block if group.finished]
@@ -51,7 +51,7 @@ def pairs(groups: Sequence[Group]) -> list[Pair]:
 
 
 def pairs_table(found: Sequence[Pair], metrics: Sequence[str]) -> Table:
-    """A row for each pair: the mean difference of each metric, and its 95 % interval."""
+    """One row per pair: the mean difference of each metric and its 95 % interval."""
     rows = []
     for pair in found:
         cells = []

@@ -1,4 +1,4 @@
-"""The kinds of figures that ``tbbn report --plot`` and ``Results.plot`` draw."""
+"""The kinds of figures for ``tbbn report --plot`` and ``Results.plot``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between runs besides their results: settings and environments."""
+"""Tables of the settings and environments in which runs differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_SHOWN = ("seed", "data.class_order_seed", *WHERE)
 
 
 def differences_table(groups: Sequence[Group]) -> Table:
-    """Settings that are not the same in all runs: each value, and the methods and protocols that have it."""
+    """Settings that differ between runs: each value, and the methods and protocols that have it."""
     trees = _settings(groups)
     rows = []
     for name in sorted({name for tree in trees.values() for name in tree}):
@@ -32,7 +32,7 @@ def common_table(groups: Sequence[Group]) -> Table:
 
 
 def environment_table(records: Sequence[Record]) -> Table:
-    """Versions and devices, and how many of the runs had each."""
+    """Versions and devices, and the number of runs with each."""
     rows = []
     facts = [record.environment | _plugins(record) for record in records]
     for name in dict.fromkeys(name for fact in facts for name in fact):
@@ -42,11 +42,11 @@ def environment_table(records: Sequence[Record]) -> Table:
 
 
 def _settings(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
-    """The settings of groups that differ in more than their norm, by their name without the norm."""
+    """The settings of each block of groups that differ only in their norm, by the label without the norm."""
     trees = {}
     for first, *_ in blocks(groups):
         tree = flatten(to_dict(first.config))
-        # Method and norm are the names of the groups.
+        # Leave out method and norm, which are already in the labels.
         trees[first.setup] = {
             k: v for k, v in tree.items() if k not in _NOT_SHOWN and not k.startswith(("method.", "norm."))
         }
@@ -66,7 +66,7 @@ def _by_value(entries: Iterable[tuple[str, Any]]) -> dict[str, list[str]]:
 
 
 def _value_rows(name: str, values: Mapping[str, list[str]], total: int) -> list[tuple[str, ...]]:
-    """A row for each value, rare ones first. The groups with the value of most are not listed."""
+    """One row per value, rare ones first. Groups with the value of the majority are not listed."""
     rows: list[tuple[str, ...]] = []
     for value, labels in sorted(values.items(), key=lambda item: len(item[1])):
         many = len(labels) > 4 and 2 * len(labels) > total

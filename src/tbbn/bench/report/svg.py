@@ -1,4 +1,4 @@
-"""A panel as SVG inside a page: its text and axes have the colour of the text around it, in a light and in a dark theme."""
+"""Panels as inline SVG: their text and axes take the colour of the surrounding text, in light and dark themes."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from tbbn.bench.report.figures import Panel, matplotlib
 from tbbn.errors import printable
 
 _SVG, _LINK = "http://www.w3.org/2000/svg", "{http://www.w3.org/1999/xlink}href"
-_INK = "#0a0b0c"  # stands for the colour of the text, until the SVG is written
+_INK = "#0a0b0c"  # placeholder for the colour of the text, replaced in the SVG
 _STYLE = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     "grid.color": "#808080",
-    "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's fonts
-    "svg.hashsalt": "tbbn",  # the same page every time
+    "svg.fonttype": "none",  # text stays text, so that it can be searched and uses the page's fonts
+    "svg.hashsalt": "tbbn",  # for reproducible ids
 }
 
 
 def inline_svg(panel: Panel, name: str) -> str:
-    """The panel as an ``<svg>`` element. ``name`` begins all its ids, which must differ between the pictures of a page."""
+    """The panel as an ``<svg>`` element. All its ids start with ``name``, so that they are unique in the page."""
     written = BytesIO()
     with matplotlib().rc_context(_STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # characters missing from matplotlib's font; the reader's may have them
+        warnings.simplefilter("ignore")  # characters missing from matplotlib's font, which the reader's may have
         panel.figure().savefig(written, format="svg", transparent=True)
     root = ElementTree.fromstring(written.getvalue())
-    for unwanted in [child for child in root if child.tag == f"{{{_SVG}}}metadata"]:  # the date among it
+    for unwanted in [child for child in root if child.tag == f"{{{_SVG}}}metadata"]:  # includes the date
         root.remove(unwanted)
     for element in root.iter():
         _adapt(element, name)
     del (
         root.attrib["width"],
         root.attrib["height"],
-    )  # as wide as its place in the page, and no wider than is good to read
+    )  # as wide as its place in the page, up to the max-width below
     root.attrib |= {
         "role": "img",
         "aria-label": printable(panel.title),
@@ -45,7 +45,7 @@ def inline_svg(panel: Panel, name: str) -> str:
 
 
 def _adapt(element: ElementTree.Element, name: str) -> None:
-    """Ids with the name of the picture before them, and the page's colour in place of the ink."""
+    """Prefix ids and references with the name of the picture, and replace the placeholder colour."""
     if link := element.attrib.pop(_LINK, ""):
         element.attrib["href"] = link
     for key, value in element.attrib.items():

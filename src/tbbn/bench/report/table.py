@@ -17,9 +17,9 @@ _MARKDOWN = {sign: "\\" + sign for sign in "\\|`*<["}
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header, and notes below. ``align`` has l or r per column (default: the first l, the others r).
+    """Rows of text under a header, with notes below. ``align`` has l or r per column (default: the first l, the others r).
 
-    ``blocks`` holds the rows at which a new block begins, ``bold`` the cells (row, column) to set in bold type.
+    ``blocks`` has the rows at which a new block begins, ``bold`` the cells (row, column) to set in bold type.
     """
 
     header: tuple[str, ...]
@@ -63,7 +63,7 @@ class Table:
         return "\n".join([line(self.header), rule, *map(line, self.rows), *notes])
 
     def _csv(self) -> str:
-        """Mean and standard deviation in columns of their own, so that programs read numbers."""
+        """As CSV, with mean and standard deviation in separate columns, so that programs can read the numbers."""
         columns: list[list[str]] = []
         for title, *cells in zip(self.header, *self.rows, strict=True):
             columns.append([title, *(cell.partition(SPREAD)[0] for cell in cells)])
@@ -72,7 +72,7 @@ class Table:
         return csv_text(zip(*columns, strict=True))
 
     def _latex(self) -> str:
-        """Notes are comments: whoever pastes the table sees them, and decides what goes into the caption."""
+        """As LaTeX, with notes as comments, so that whoever pastes the table decides what goes into the caption."""
         made = latex.render(
             self.header, self.rows, align=self.align, caption=self.caption, blocks=self.blocks, bold=self.bold
         )
@@ -80,7 +80,7 @@ class Table:
 
 
 def csv_text(rows: Iterable[Sequence[str]]) -> str:
-    """Rows as CSV that a spreadsheet shows as it is."""
+    """Rows as CSV, with cells escaped so that a spreadsheet runs no formulas."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([_no_formula(cell) for cell in row] for row in rows)
     return out.getvalue().rstrip("\n")

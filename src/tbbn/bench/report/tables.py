@@ -1,4 +1,4 @@
-"""Records to tables."""
+"""Turn records into tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def summary_table(records: Sequence[Record], metrics: Sequence[str] = ()) -> Tab
 
 
 def blocks_table(records: Sequence[Record], metrics: Sequence[str] = ()) -> Table:
-    """The summary for print: a block for each method, a row for each norm, the best of a block in bold type."""
+    """The summary for print: one block per method, one row per norm, the best mean of each block in bold type."""
     metrics = metrics or default_metrics(records)
     found = groups(records)
     stubs = ("method", "settings", "norm") if any(group.detail for group in found) else ("method", "norm")
@@ -63,7 +63,7 @@ def _cells(group: Group, metrics: Sequence[str]) -> tuple[str, ...]:
 
 
 def best_means(block: Sequence[Group], metrics: Sequence[str]) -> list[tuple[int, int]]:
-    """Row and metric of the best means of a block; those printed alike are best together. None where seeds differ."""
+    """The (row, metric) of the best means of a block, including ties as printed; empty if the rows' seeds differ."""
     values = [[record.metrics for record in group.finished] for group in block]
     if not _same_seeds(block):
         return []
@@ -79,7 +79,7 @@ def best_means(block: Sequence[Group], metrics: Sequence[str]) -> list[tuple[int
 
 
 def _same_seeds(block: Sequence[Group]) -> bool:
-    """Whether all groups that have finished runs have them for the same seeds."""
+    """Whether all groups with finished runs have finished the same seeds."""
     seeds = [{seed for seed, record in group.runs.items() if record.status == "finished"} for group in block]
     return all(own == other for own in seeds for other in seeds if own and other)
 
@@ -87,7 +87,7 @@ def _same_seeds(block: Sequence[Group]) -> bool:
 def _with_status(
     stubs: tuple[str, ...], rows: list[tuple[str, ...]], found: Sequence[Group], metrics: Sequence[str]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
-    """Header, rows and alignment; with a column for how the runs ended where not all of them are finished."""
+    """Header, rows and alignment, with a status column if not all runs are finished."""
     header = (*stubs, "seeds", *(f"{SHORT[m]} %" for m in metrics))
     align = "l" * len(stubs) + "r" * (1 + len(metrics))
     if all(len(group.finished) == len(group.runs) for group in found):
@@ -105,7 +105,7 @@ def _notes(records: Sequence[Record], found: Sequence[Group], metrics: Sequence[
 
 
 def skipped_note(records: Sequence[Record]) -> str:
-    """Which image files these runs skipped because they could not be read."""
+    """A note on the image files that these runs skipped because they could not be read."""
     files = list(dict.fromkeys(file for record in records for file in record.skipped))
     named = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
     return f"skipped {len(files)} unreadable image files ({named})."
@@ -121,7 +121,7 @@ def _status(records: Sequence[Record]) -> str:
 
 
 def forecast_table(entries: Sequence[TaskForecast], splits: str = "r*") -> Table:
-    """What a run will do: a row per task. ``splits`` is the title of the column of r*; without one, there is no such column."""
+    """The forecast of a run, one row per task. ``splits`` is the title of the column of r*; if empty, there is none."""
     header = ("task", "classes", "images", "exemplars", "batch", *([splits] if splits else []), "steps/epoch", "steps")
     rows = []
     for e in entries:
@@ -131,7 +131,7 @@ def forecast_table(entries: Sequence[TaskForecast], splits: str = "r*") -> Table
 
 
 def accuracy_table(record: Record) -> Table:
-    """The accuracy matrix of one run: a row per task learnt."""
+    """The accuracy matrix of one run, one row per task learnt."""
     n = len(record.task_sizes)
     rows = []
     for t, row in enumerate(record.accuracy):
@@ -142,7 +142,7 @@ def accuracy_table(record: Record) -> Table:
 
 
 def metrics_table(record: Record) -> Table:
-    """Every metric of one run with its formula, and the error types after the last task."""
+    """All metrics of one run with their formulas, and the error types after the last task."""
     rows = []
     for name, value in record.metrics.items():
         rows.append((SHORT[name], f"{100 * value:.2f} %", FORMULAS[name].rpartition(" = ")[2]))
