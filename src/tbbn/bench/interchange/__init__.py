@@ -1,6 +1,6 @@
-"""To and from other programs: settings of FACIL and PyCIL as recipes, trained networks as files that others read.
+"""Exchange with other programs: import settings of FACIL and PyCIL as recipes, export trained networks.
 
-- ``imported.py``: what an import collects; ``facil.py`` and ``pycil.py``: what their settings mean here
-- ``export.py``: a network as safetensors and ONNX, checked, in a folder that is never half written
-- ``card.py``: the README that goes with it
+- ``imported.py``: collects the result of an import; ``facil.py`` and ``pycil.py``: map their settings to ours
+- ``export.py``: writes a network as safetensors and ONNX, checked, into a folder that is never half written
+- ``card.py``: the README of an export
 """

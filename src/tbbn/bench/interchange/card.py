@@ -1,4 +1,4 @@
-"""The model card of an export: what a user of the network needs to know."""
+"""The model card of an export, with everything that a user of the network needs to know."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model_card(
     not_checked: Sequence[str],
     sums: Mapping[str, str],
 ) -> str:
-    """README.md in Markdown, with the header that model hubs read."""
+    """The text of README.md, with the header that model hubs read."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -27,7 +27,7 @@ def model_card(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters |= {"cell": _cell, "digits": _digits}
-    is_whole = about["tasks"] == len(record.accuracy)  # the metrics are those of the last task
+    is_whole = about["tasks"] == len(record.accuracy)  # the record's metrics are for its last task only
     shown = [key for key in _METRICS if is_whole and key in record.metrics]
     task_of = [task for task, size in enumerate(about["task_sizes"], 1) for _ in range(size)]
     return environment.get_template("card.md").render(
@@ -47,7 +47,7 @@ def model_card(
 
 
 def _cell(value: object) -> str:
-    """Text for a cell of a table: no bar and no line break of its own."""
+    """Text for a table cell, without bars and line breaks."""
     return "".join(sign if sign.isprintable() and sign != "|" else "_" for sign in str(value))
 
 

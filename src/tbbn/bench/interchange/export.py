@@ -1,4 +1,4 @@
-"""A trained network for other programs: safetensors, ONNX and a model card, compared with the network before they count."""
+"""Export a trained network for other programs: safetensors and ONNX, both checked against the network, and a model card."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from tbbn.errors import UserError
 from tbbn.nn import revert
 
 WEIGHTS, ONNX, ABOUT, CARD = "model.safetensors", "model.onnx", "model.json", "README.md"
-_KIND = "tbbn export"  # what ABOUT says it is
+_KIND = "tbbn export"  # the "kind" in ABOUT
 _LARGEST = 2**24  # bytes of ABOUT
-_IMAGES = 256  # on which predictions are compared
-_DATA_BYTES = 2**30  # larger data sets are not loaded for that
+_IMAGES = 256  # number of images to compare predictions on
+_DATA_BYTES = 2**30  # larger data sets are not loaded for the comparison
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export checked, and what it could not."""
+    """The checks that an export made, and those that it could not make."""
 
     checked: tuple[str, ...]
     not_checked: tuple[str, ...]
 
 
 class _Scores(nn.Module):
-    """What the ONNX file holds: images (N, C, H, W) in [0, 1], of the size the network takes, to scores (N, classes)."""
+    """The module in the ONNX file: images (N, C, H, W) in [0, 1], of the network's input size, to scores (N, classes)."""
 
     mean: Tensor
     std: Tensor
@@ -62,10 +62,10 @@ class _Scores(nn.Module):
 def export(
     run: Path, out: Path, *, task: int | None = None, overwrite: bool = False, root: str | None = None
 ) -> Exported:
-    """Write the network of a run, after its last task or after ``task`` (from 1), into the folder ``out``.
+    """Write the network of a run, after its last task or after ``task`` (1-based), into the folder ``out``.
 
-    An export of the same run that is there is replaced, one of another run only with ``overwrite``, and any other folder never.
-    A kill leaves the folder as it was, or the new one. ``root`` is where the data sets lie here, if not where they lay.
+    An existing export of the same run is replaced, one of another run only with ``overwrite``, any other folder never. A kill
+    leaves either the old folder or the new one. ``root`` is the folder of the data sets, if they have moved since the run.
     """
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
@@ -112,7 +112,7 @@ def load_export(folder: str | Path) -> TrainedNetwork:
     require_plugins(config, about["plugins"], str(folder))
     shape = about["shape"]
     network = build_network(config, method_of(config), (shape[0], shape[1], shape[2]))
-    with suppress(UserError):  # a norm that is not batch norm in eval mode stays what it is
+    with suppress(UserError):  # a norm that is not batch norm in eval mode is kept
         revert(network)
     network.restore(load_file(Path(folder) / WEIGHTS), about["task_sizes"])
     mean, std = torch.tensor(about["mean"]), torch.tensor(about["std"])
@@ -121,7 +121,7 @@ def load_export(folder: str | Path) -> TrainedNetwork:
 
 
 def _about(record: Record, trained: TrainedNetwork, n_tasks: int) -> dict[str, Any]:
-    """What ``model.json`` says: all that is needed to use the network."""
+    """The content of ``model.json``: everything needed to use the network."""
     config = record.run_config
     return {
         "kind": _KIND,
@@ -141,7 +141,7 @@ def _about(record: Record, trained: TrainedNetwork, n_tasks: int) -> dict[str, A
 
 
 def _is_plain(network: nn.Module) -> bool:
-    """Whether the norms are those of the network's own code: `revert` refuses any other one that is left."""
+    """Whether no converted norms are left: `revert` raises for those that are not batch norm in eval mode."""
     try:
         revert(copy.deepcopy(network))
     except UserError:
@@ -173,7 +173,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 
 def _images(config: RunConfig, shape: Sequence[int], trained: TrainedNetwork) -> tuple[Tensor, str]:
-    """Images in [0, 1] to compare predictions on: of the test part if it is here and not too large, otherwise random ones."""
+    """Images in [0, 1] to compare predictions on: test images if available and not too large, otherwise random ones."""
     with suppress(UserError):
         size = outline_source(config).source
         if sum(math.prod(part.images.shape) for part in (size.train, size.test)) <= _DATA_BYTES:
@@ -186,7 +186,7 @@ def _images(config: RunConfig, shape: Sequence[int], trained: TrainedNetwork) ->
 
 
 def _write_weights(trained: TrainedNetwork, file: Path) -> None:
-    from safetensors.torch import save  # its save_file makes files that only their owner may read
+    from safetensors.torch import save  # not save_file, whose files only their owner may read
 
     tensors = {name: tensor.contiguous().clone() for name, tensor in trained.network.state_dict().items()}
     file.write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -195,7 +195,7 @@ def _write_weights(trained: TrainedNetwork, file: Path) -> None:
 def _write_onnx(scores: nn.Module, images: Tensor, file: Path) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporter about itself
+            warnings.simplefilter("ignore")  # the exporter's warnings about itself
             program = torch.onnx.export(
                 scores,
                 (images,),
@@ -207,7 +207,7 @@ def _write_onnx(scores: nn.Module, images: Tensor, file: Path) -> None:
             )
             assert program is not None
             program.save(str(file))
-    except Exception as error:  # whatever the network of a plugin does that ONNX cannot
+    except Exception as error:  # a plugin's network may use anything that ONNX does not support
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(f"this network cannot be written as ONNX: {reason}") from error
 
@@ -220,7 +220,7 @@ def _in_onnxruntime(file: Path, images: Tensor) -> Tensor:
 
 
 def _compared(name: str, found: Tensor, wanted: Tensor, tolerance: float, what: str) -> str:
-    """Say that predictions are the same, or raise. Two classes whose scores differ by less than rounding may change places."""
+    """Raise unless predictions are the same, else say so. Classes whose scores differ by less than rounding count as ties."""
     apart = (found - wanted).abs().max().item()
     allowed = tolerance * max(1.0, wanted.abs().max().item())
     same = int((found.argmax(1) == wanted.argmax(1)).sum())

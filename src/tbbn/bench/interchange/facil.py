@@ -1,4 +1,4 @@
-"""FACIL's command line as a recipe, and that of the paper's authors, who added flags to it."""
+"""Import FACIL's command line as a recipe, including the flags that the paper's authors added to it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ NETWORKS = {"mobilenet_v2": "mobilenet-v2", "shufflenet_v2_x1_0": "shufflenet-v2
 NETWORKS |= {name: name for name in ("resnet32", "resnet18", "resnet34")}
 NORMS = {"custom_split_bn": "bn", "tbbn": "tbbn", "InstanceNorm": "in", "BatchReNorm": "brn", "SwitchNorm": "sn"}
 
-# Flags and their defaults in FACIL; a flag that takes no value has the default False.
+# FACIL's flags and their defaults. Flags without a value have the default False.
 FLAGS: dict[str, Any] = {
     "approach": "finetuning", "datasets": ["cifar100"], "network": "resnet32", "num_tasks": 4, "nc_first_task": 0,
     "stop_at_task": 0, "batch_size": 64, "nepochs": 200, "lr": 0.1, "lr_min": 1e-4, "lr_factor": 3.0, "lr_patience": 5,
     "clipping": 10000.0, "momentum": 0.0, "weight_decay": 0.0, "seed": 0, "num_exemplars": 0,
     "num_exemplars_per_class": 0, "exemplar_selection": "random",
-    # Of the paper's authors.
+    # Added by the paper's authors.
     "batch_ratio": 3, "lr_scheduler": "multisteplr", "bn_momentum": 0.1, "cn_num": 0, "gn": 16,
     "custom_split_bn": False, "tbbn": False, "cn": False, "InstanceNorm": False, "GroupNorm": False,
     "BatchReNorm": False, "SwitchNorm": False,
 }  # fmt: skip
 AUTHORS = tuple(FLAGS)[tuple(FLAGS).index("batch_ratio") :]
-# Options of a method here, by approach and flag.
+# Our methods' options, by FACIL's approach and flag.
 OPTIONS = {
     "lucir": {"lamb": "less_forget", "lamb_mr": "ranking", "dist": "margin", "K": "top_k"},
     "eeil": {
@@ -40,9 +40,9 @@ OPTIONS = {
     "bic": {"T": "temperature", "val_exemplar_percentage": "held_out", "num_bias_epochs": "correction_epochs"},
     "icarl": {"lamb": "kd"},
 }
-DEFAULT_OPTIONS = {"eeil": {"lr_finetuning_factor": 0.01}}  # where FACIL's default is another one than here
+DEFAULT_OPTIONS = {"eeil": {"lr_finetuning_factor": 0.01}}  # FACIL's defaults that differ from ours
 SWITCHES = {"remove_less_forget": "method.less_forget", "remove_margin_ranking": "method.ranking"}  # each sets it to 0
-# Flags without a counterpart: whether they take a value, and the reason.
+# Flags without a counterpart here: whether they take a value, and the reason.
 WITHOUT: dict[str, tuple[bool, str]] = {
     "gpu": (True, "the device is chosen when the recipe runs: --device cuda:0"),
     "results_path": (True, "the folder is chosen when the recipe runs: --out"),
@@ -103,7 +103,7 @@ def _parser() -> _Parser:
 
 
 def import_facil(words: Sequence[str]) -> Imported:
-    """The recipe of a FACIL command line: its flags, and FACIL's defaults for those that are not there."""
+    """The recipe for a FACIL command line: its flags, and FACIL's defaults for missing ones."""
     known, unknown = _parser().parse_known_args(list(words))
     given = vars(known)
     args = argparse.Namespace(**{**FLAGS, **given}, by_authors=any(name in given for name in AUTHORS))

@@ -1,4 +1,4 @@
-"""What an import collects: settings for a recipe, and a line for everything it was given."""
+"""The result of an import: settings for a recipe, and a line for every setting of the other program."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TAKEN, DIFFERS, MISSING = "taken over", "differs", "no counterpart"
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one setting of the other program."""
+    """How one setting of the other program was imported."""
 
     kind: str  # TAKEN, DIFFERS or MISSING
-    given: str  # as the other program writes it
+    given: str  # as written for the other program
     here: str  # the setting here, or why there is none
 
     def __str__(self) -> str:
@@ -26,18 +26,18 @@ class Line:
 
 @dataclass
 class Imported:
-    """A recipe in the making."""
+    """A recipe being built."""
 
     settings: dict[str, Any] = field(default_factory=dict)  # by dotted name
     seeds: list[int] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
 
     def take(self, given: str, **settings: Any) -> None:
-        """Take a setting over as it is; a double underscore stands for the dot."""
+        """Import a setting unchanged; a double underscore in a name stands for the dot."""
         self.lines.append(Line(TAKEN, given, self._set(settings)))
 
     def differ(self, given: str, why: str, **settings: Any) -> None:
-        """Take over what comes nearest, and say how it differs."""
+        """Import the nearest counterpart of a setting, and say how it differs."""
         here = self._set(settings)
         self.lines.append(Line(DIFFERS, given, f"{here}: {why}" if here else why))
 
@@ -50,7 +50,7 @@ class Imported:
         return ", ".join(f"{name} = {_shown(value)}" for name, value in dotted.items())
 
     def recipe(self, title: str) -> str:
-        """The recipe as TOML, with a comment at its head. Raises for settings that this version does not accept."""
+        """The recipe as TOML, with comments at the top. Raises for settings that this version does not accept."""
         resolve(("the imported recipe", self.settings))
         tree: dict[str, Any] = {}
         for name, value in self.settings.items():
@@ -67,7 +67,7 @@ class Imported:
 
 
 def no_counterpart(what: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for what cannot be run here at all."""
+    """The error for a name that cannot be run here at all."""
     return UserError(f"{what} {name!r:.60} has no counterpart here; those that have one: {', '.join(sorted(known))}.")
 
 

@@ -1,4 +1,4 @@
-"""PyCIL's JSON config as a recipe. Much of what PyCIL trains with is written in its model files; those values are here too."""
+"""Import PyCIL's JSON config as a recipe. PyCIL hard-codes many settings in its model files; those values are here, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NETWORKS |= {"resnet34": "resnet34"}
 _FIRST = {"init_epoch": 200, "init_lr": 0.1, "init_milestones": [60, 120, 170], "init_lr_decay": 0.1}
 _FIRST |= {"init_weight_decay": 5e-4}
 _LATER = {"lrate": 0.1, "lrate_decay": 0.1, "batch_size": 128, "weight_decay": 2e-4}
-# What PyCIL's model files say, for keys that a config may also have.
+# Values in PyCIL's model files, by the keys with which a config may override them.
 IN_THE_CODE: dict[str, Mapping[str, Any]] = {
     "finetune": {**_FIRST, **_LATER, "epochs": 80, "milestones": [40, 70]},
     "replay": {**_FIRST, **_LATER, "epochs": 70, "milestones": [30, 50]},
@@ -44,7 +44,7 @@ _LARGEST = 2**20
 
 
 def import_pycil(file: Path) -> Imported:
-    """The recipe of a config of PyCIL."""
+    """The recipe for a PyCIL config file."""
     try:
         config = json.loads(read_limited(file, _LARGEST))
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def _data(found: Imported, values: Mapping[str, Any], shown: Callable[..., str])
         found.differ(shown("init_cls", "increment"), why, data__tasks=len(sizes), **base)
     else:
         found.take(shown("init_cls", "increment"), data__tasks=len(sizes), **base)
-    # numpy's permutation by the seed: the same order as here.
+    # NumPy's permutation from the seed, which gives the same order as here.
     found.take(shown("shuffle"), data__class_order="seed" if values["shuffle"] else "natural")
     seeds = values["seed"] if isinstance(values["seed"], list) else [values["seed"]]
     if not seeds or not all(isinstance(seed, int) for seed in seeds):
@@ -161,5 +161,5 @@ def _number(values: Mapping[str, Any], name: str) -> float:
 
 
 def _fractions(milestones: list[int], epochs: int) -> list[float]:
-    """The milestones as fractions of the epochs; rounded down, because the schedule rounds up to a whole epoch."""
+    """The milestones as fractions of the epochs, rounded down because the schedule rounds up to a whole epoch."""
     return [math.floor(1e6 * m / epochs) / 1e6 for m in milestones]

@@ -1,7 +1,7 @@
-"""Loggers: where the numbers of a run go while it trains. ``tbbn run --log tensorboard,wandb``.
+"""Loggers receive the numbers of a run while it trains: ``tbbn run --log tensorboard,wandb``.
 
-- ``base.py``: the protocol, and how a run calls its loggers
-- ``jsonl.py``: the default, a line of JSON for each epoch and task
+- ``base.py``: the protocol, and the class that calls a run's loggers
+- ``jsonl.py``: the default, one line of JSON per epoch and task
 - ``tensorboard.py``, ``wandb.py``, ``mlflow.py``: each needs its package
 """
 

@@ -1,4 +1,4 @@
-"""What a logger is, and how a run keeps several of them going."""
+"""The protocol of a logger, and the class that calls a run's loggers."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ Scalars = Mapping[str, float]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a logger knows of a run before it begins."""
+    """What a logger is told about a run at its start."""
 
     name: str  # such as "lucir + tbbn, seed 0"
-    directory: Path  # of the run; a logger may write below it
+    directory: Path  # the run's folder; a logger may write inside it
     config: Mapping[str, Any]  # every setting, by dotted name
     tasks: int
     resumed: bool  # whether tasks or epochs were done in an earlier session
 
 
 class Logger(Protocol):
-    """Four calls. An exception in one of them turns this logger off for the run, and never ends the run.
+    """The interface of a logger. An exception in any method turns the logger off for the run, but never ends the run.
 
-    Epochs are counted over the whole run, from 1. A run that was killed repeats epochs after its last checkpoint: what comes
-    later replaces what came before.
+    Epochs are counted over the whole run, from 1. A run that was killed repeats the epochs after its last checkpoint; later
+    values then replace earlier ones.
     """
 
     def start(self, run: RunInfo) -> None:
-        """The first epoch of a session is done, or its run was finished already."""
+        """Called when the first epoch of a session is done, or a task that needed no further epoch."""
 
     def epoch(self, number: int, values: Mapping[str, Any]) -> None:
-        """An epoch ended: task (from 0), phase, epoch in the phase, lr, the mean of each loss term."""
+        """Called after an epoch. ``values``: task (0-based), phase, epoch in the phase, lr, the mean of each loss term."""
 
     def task(self, epoch: int, number: int, accuracy: Sequence[float], metrics: Scalars) -> None:
-        """A task (from 0) was learnt: the accuracy on each task so far, and the metrics of the run so far."""
+        """Called after task ``number`` (0-based), with the accuracy on each task so far and the metrics of the run so far."""
 
     def finish(self, status: str, metrics: Scalars) -> None:
-        """The session ended: "finished", "interrupted", "diverged" or "failed"."""
+        """Called at the end of a session; ``status`` is "finished", "interrupted", "diverged" or "failed"."""
 
 
 def make_loggers(names: Sequence[str]) -> dict[str, Logger]:
-    """New loggers by name. An unknown name, or a package that is missing, is an error."""
+    """New loggers by name. Raises for an unknown name or a missing package."""
     return {name: LOGGERS.make(name) for name in names}
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """The loggers that ``--log`` asks for, the default ones first.
+    """Parse the value of ``--log``; the default loggers come first.
 
     >>> parse_names("tensorboard,wandb"), parse_names("none")
     (('jsonl', 'tensorboard', 'wandb'), ())
@@ -66,18 +66,18 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 class RunLog:
-    """The loggers of one run. They start with its first epoch, so a run that cannot begin leaves nothing behind."""
+    """The loggers of one run. They start with its first epoch, so that a run that cannot begin leaves nothing behind."""
 
     def __init__(self, names: Sequence[str], run: Run, directory: Path) -> None:
         self.run, self.directory = run, directory
         self.loggers = make_loggers(names)
-        self.waiting: list[tuple[str, tuple[Any, ...]]] = []  # calls that were held back
+        self.waiting: list[tuple[str, tuple[Any, ...]]] = []  # calls held back so far
         self.has_started = False
 
     def event(self, event: Event, *, hold: bool = False) -> None:
-        """Tell the loggers. ``hold`` keeps the event until a call without it, or until ``finish``.
+        """Pass an event to the loggers. ``hold`` keeps it back until a call without ``hold``, or until ``finish``.
 
-        A run that overwrites another holds its events until it first saves: before that it changes no file.
+        A run that overwrites another holds its events until its first save, because before that it must not change any file.
         """
         record = self.run.record
         if isinstance(event, EpochEnded):
@@ -117,7 +117,7 @@ class RunLog:
 def _warn(name: str, error: Exception) -> None:
     reason = (str(error).strip().splitlines() or [""])[0][:200]
     line = f"tbbn: logger {name!r} failed and is off for this run: {type(error).__name__}: {reason}"
-    with suppress(OSError, AttributeError):  # nobody reads standard error, or there is none
+    with suppress(OSError, AttributeError):  # standard error may be closed or missing
         sys.stderr.write(printable(line) + "\n")
 
 

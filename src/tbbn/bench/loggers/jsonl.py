@@ -1,4 +1,4 @@
-"""The default logger: a line of JSON for each epoch and task, in ``log.jsonl`` in the folder of the run."""
+"""The default logger: one line of JSON per epoch and task, in ``log.jsonl`` in the folder of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG = "log.jsonl"
 
 
 class JsonLines:
-    """Appends a line per event; a new run replaces the file. ``tbbn show --follow`` reads it."""
+    """Appends one line per event; a new run replaces the file. ``tbbn show --follow`` reads it."""
 
     def start(self, run: RunInfo) -> None:
         self.file = run.directory / LOG
@@ -36,9 +36,9 @@ class JsonLines:
 
     def _write(self, event: str, **values: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values})
-        # Opened for each line: nothing is lost if the process is killed, and no file stays open in a sweep of many runs.
+        # Opened for each line, so that a kill loses nothing and a sweep of many runs keeps no files open.
         with self.file.open("ab") as file:
-            cut = file.tell() > 0 and not _ends_a_line(self.file)  # a kill may cut a line; the next one starts afresh
+            cut = file.tell() > 0 and not _ends_a_line(self.file)  # a kill may cut off a line; then start a new one
             file.write(b"\n" * cut + line.encode() + b"\n")
 
 
@@ -49,7 +49,7 @@ def _ends_a_line(file: Path) -> bool:
 
 
 def read_lines(file: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """The events of a log from byte ``start`` on, each with the position after it. Lines that were cut are left out."""
+    """The events of a log from byte ``start`` on, each with the position after it. Incomplete lines are skipped."""
     with file.open("rb") as content:
         content.seek(start)
         for line in content:

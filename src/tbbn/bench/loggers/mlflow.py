@@ -1,4 +1,4 @@
-"""Runs for MLflow. Its own variables apply: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ..."""
+"""Log runs to MLflow. Its environment variables apply: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ..."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from tbbn.bench.loggers.base import RunInfo, Scalars, missing
 
-_FOLDER_TAG = "tbbn.folder"  # how a resumed run finds the one it began
+_FOLDER_TAG = "tbbn.folder"  # by which a resumed run finds its earlier MLflow run
 _STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}  # others: FAILED
-_LONGEST = 500  # characters of a parameter's value that every store takes
+_LONGEST = 500  # characters of a parameter's value that every store accepts
 
 
 class MLflow:
-    """One run of MLflow per run: settings as parameters, losses over epochs, accuracies over tasks.
+    """One MLflow run per run: settings as parameters, losses over epochs, accuracies over tasks.
 
-    It uses the client with the id of its run, not MLflow's active run: runs in lanes are active at the same time.
+    Uses the client with an explicit run id instead of MLflow's active run, because runs in lanes are active simultaneously.
     """
 
     def __init__(self) -> None:
@@ -64,4 +64,4 @@ class MLflow:
 
 
 def _plain(path: str) -> str:
-    return path.replace("'", "_")  # MLflow's queries know no way to write a quote
+    return path.replace("'", "_")  # MLflow's queries cannot escape a quote

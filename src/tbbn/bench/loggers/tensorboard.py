@@ -1,4 +1,4 @@
-"""Curves for TensorBoard: ``tensorboard --logdir runs``."""
+"""Log curves for TensorBoard: ``tensorboard --logdir runs``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tbbn.bench.loggers.base import RunInfo, Scalars, missing
 
 FOLDER = "tensorboard"  # in the folder of the run
-_PLACE = ("task", "phase", "epoch")  # where an epoch was; the rest are curves
+_PLACE = ("task", "phase", "epoch")  # the position of an epoch; all other values are curves
 
 
 class TensorBoard:

@@ -1,4 +1,4 @@
-"""Runs for Weights & Biases. Its own variables apply: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline, ..."""
+"""Log runs to Weights & Biases. Its environment variables apply: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline, ..."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tbbn.bench.loggers.base import RunInfo, Scalars, missing
 
 
 class WeightsAndBiases:
-    """One run of W&B per run, grouped by sweep; a resumed run continues the one it began."""
+    """One W&B run per run, grouped by sweep; a resumed run continues its W&B run."""
 
     def __init__(self) -> None:
         try:
@@ -21,7 +21,7 @@ class WeightsAndBiases:
         self.wandb: Any = wandb
 
     def start(self, run: RunInfo) -> None:
-        # Known again when the run is resumed, here or after a kill; a run that starts afresh is another one.
+        # The id is kept in a file so that a resumed run finds it, even after a kill; a run that starts again gets a new one.
         known = run.directory / "wandb" / "run-id"
         if not run.resumed or not known.exists():
             known.parent.mkdir(exist_ok=True)
@@ -34,7 +34,7 @@ class WeightsAndBiases:
             group=run.directory.parent.name,
             dir=str(run.directory.resolve()),
             config=dict(run.config),
-            reinit="create_new",  # runs in lanes are active at the same time
+            reinit="create_new",  # runs in lanes are active simultaneously
         )
         self.run.define_metric("epochs")
         self.run.define_metric("*", step_metric="epochs")
