@@ -1,7 +1,7 @@
-"""What a notebook calls: ``tbbn.run``, ``tbbn.sweep`` and ``tbbn.load``.
+"""The Python API for notebooks: ``tbbn.run``, ``tbbn.sweep`` and ``tbbn.load``.
 
 results = tbbn.run(method="lucir", norm="tbbn", data="digits", seeds=3, **{"train.epochs": 5})
-results.to_frame()                   # a row for each seed
+results.to_frame()                   # one row per seed
 net = results[0].network()           # the trained network, with plain batch norm
 net(images).argmax(1)
 """
@@ -61,23 +61,23 @@ def run(
     quiet: bool = False,
     **settings: Any,
 ) -> Results:
-    """Train and evaluate; one :class:`Result` for each method, norm and seed.
+    """Train and evaluate. Returns one :class:`Result` for each method, norm and seed.
 
     Args:
-        method, norm: a name, with options as ``"cn(groups=8)"`` or ``{"name": "cn", "groups": 8}``; or a list of names.
+        method, norm: a name, with options as in ``"cn(groups=8)"`` or ``{"name": "cn", "groups": 8}``; or a list of names.
         data: a name (``tbbn list datasets``), arrays ``(images, labels)`` or ``((images, labels), (images, labels))`` for
-            training and test, a torch Dataset or a pair of them. Without a test part, every fifth image of each class is held
+            training and test, or a torch Dataset or a pair of them. Without a test part, every fifth image of each class is held
             out for testing. Images are uint8, or floats in [0, 1].
-        backbone: a name (``tbbn list backbones``), or a function that returns a module which maps images to features (N, D).
+        backbone: a name (``tbbn list backbones``), or a function that returns a module that maps images to features (N, D).
             The function may take ``in_channels``, ``last_relu`` and ``image_size``.
-        seeds: a number of seeds, or the seeds.
-        out: a folder to keep the runs in, as ``tbbn run`` does: the same call resumes them. By default nothing is written,
-            and the results hold everything. A single run in the folder of a sweep gets a folder of its own there.
-        overwrite: replace what is in ``out``, instead of resuming it.
-        lanes: runs in parallel on one GPU; "auto" or None finds the number that is fastest.
-        log: loggers, such as ``"tensorboard"`` (``tbbn list loggers``); they need ``out``.
+        seeds: a number of seeds, or a list of seeds.
+        out: a folder for the runs, as in ``tbbn run``: the same call resumes them. By default nothing is written, and the
+            results are only in memory. A single run in the folder of a sweep gets its own folder there.
+        overwrite: replace the runs in ``out`` instead of resuming them.
+        lanes: the number of runs in parallel on one GPU; "auto" or None finds the fastest.
+        log: loggers, such as ``"tensorboard"`` (``tbbn list loggers``); requires ``out``.
         quiet: show no progress.
-        settings: any other setting, dotted (``**{"train.epochs": 5}``) or nested (``train={"epochs": 5}``).
+        settings: any other settings, dotted (``**{"train.epochs": 5}``) or nested (``train={"epochs": 5}``).
     """
     require_bench("run", "tbbn.")
     lanes = _lanes(lanes)
@@ -133,7 +133,7 @@ def sweep(
 
 
 def load(folder: str | Path, *, backbone: Callable[..., nn.Module] | None = None) -> Results:
-    """The results of every run in a folder. A run with a backbone of your own needs it again for ``network()``."""
+    """The results of every run in a folder. For ``network()``, a run with your own backbone needs the ``backbone`` again."""
     if backbone is not None:
         _registered(backbone)
     place = _folder("tbbn.load: the folder", folder)
@@ -145,12 +145,12 @@ def load(folder: str | Path, *, backbone: Callable[..., nn.Module] | None = None
 
 @dataclass(eq=False)
 class Result:
-    """One run: its config, what it measured, and its network."""
+    """One run: its config, its measurements, and its network."""
 
     record: Record
-    directory: Path | None = None  # where it is kept, if anywhere
+    directory: Path | None = None  # the run's folder, if it has one
     _network: Any = field(default=None, repr=False)
-    _source: Source | None = field(default=None, repr=False)  # keeps data that was given in memory
+    _source: Source | None = field(default=None, repr=False)  # keeps data alive that was passed in memory
 
     def __repr__(self) -> str:
         accuracy = f", final accuracy {100 * self.metrics['final_accuracy']:.1f} %" if self.accuracy else ""
@@ -174,7 +174,7 @@ class Result:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Final and average accuracy, forgetting and the others of ``tbbn show``."""
+        """Final and average accuracy, forgetting and the other metrics of ``tbbn show``."""
         return self.record.metrics
 
     @property
@@ -184,14 +184,14 @@ class Result:
 
     @cached_property
     def predictions(self) -> list[Tensor]:
-        """After each task, the predicted class of every test image of the tasks so far, in arrival order of the classes."""
+        """After each task, the predicted class of every test image of the tasks so far; classes are numbered as they arrive."""
         found = self.record.predictions
         if not found and self.directory is not None:
             found = load_predictions(self.directory)
         return [found[f"task{t}"].long() for t in range(len(self.accuracy)) if f"task{t}" in found]
 
     def network(self) -> TrainedNetwork:
-        """The trained network, with plain batch norm: ``net(images)`` gives scores, ``net.predict(images)`` class names."""
+        """The trained network, with plain batch norm: ``net(images)`` returns scores, ``net.predict(images)`` class names."""
         if self._network is not None:
             return trained(self.record, self._network)
         if self.directory is None:
@@ -204,17 +204,17 @@ class Result:
         return load_trained(self.record, self.directory)
 
     def to_frame(self) -> Any:
-        """A pandas table: the accuracy on each task after each task; tasks count from 1."""
+        """A pandas DataFrame with the accuracy on each task after each task; tasks count from 1."""
         rows = [(t + 1, i + 1, value) for t, row in enumerate(self.accuracy) for i, value in enumerate(row)]
         return _pandas().DataFrame(rows, columns=["after_task", "task", "accuracy"])
 
     def plot(self, path: str | Path | None = None, kind: str = "accuracy") -> Figure:
-        """A matplotlib figure of this run, as :meth:`Results.plot` draws it."""
+        """A matplotlib figure of this run; see :meth:`Results.plot`."""
         return Results([self]).plot(path, kind)
 
 
 class Results(list[Result]):
-    """A list of results, with one table and one picture for all of them."""
+    """A list of results that can be shown in one table and one figure."""
 
     @property
     def records(self) -> list[Record]:
@@ -224,7 +224,7 @@ class Results(list[Result]):
         return summary_table(self.records).render("text") if self else "no results"
 
     def to_frame(self) -> Any:
-        """A pandas table with a row per run: method, norm, data, seed, status and every metric."""
+        """A pandas DataFrame with one row per run: method, norm, data, seed, status and every metric."""
         rows = []
         for result in self:
             config = result.config
@@ -233,7 +233,7 @@ class Results(list[Result]):
         return _pandas().DataFrame(rows)
 
     def plot(self, path: str | Path | None = None, kind: str = "accuracy") -> Figure:
-        """A matplotlib figure, with a path also saved there.
+        """A matplotlib figure, also saved to ``path`` if given.
 
         ``kind`` is "accuracy" or "forgetting" after each task, "gain" of each norm over batch norm on the same seeds, "matrix"
         (heat maps of the accuracy matrices) or "errors" (types of wrong predictions). Colour is the method, line the norm.
@@ -311,7 +311,7 @@ def _folder(what: str, given: Any) -> Path:
 
 
 def _whole(value: Any, least: int) -> bool:
-    """Whether a value is a whole number from ``least`` on, of Python or numpy."""
+    """Whether a value is a whole number of at least ``least``, from Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
@@ -346,7 +346,7 @@ def _seeds(seeds: Any, given: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _registered(factory: Any) -> str:
-    """A name for a backbone's factory, under which a config can hold it."""
+    """Register a backbone's factory, and return the name by which a config refers to it."""
     if isinstance(factory, nn.Module) or not callable(factory):
         raise UserError(
             f"tbbn.run: backbone must be a name, or a function that returns a new module, got {type(factory).__name__}."

@@ -1,4 +1,4 @@
-"""The packages that the bench needs beside torch: the extra ``tbbn[bench]``."""
+"""The packages that the bench needs besides torch: the extra ``tbbn[bench]``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from tbbn.errors import UserError
 
-PACKAGES = {  # the name of the distribution, by the name it is imported by
+PACKAGES = {  # distribution names by import names
     "torchvision": "torchvision",
     "numpy": "numpy",
     "rich": "rich",
@@ -17,7 +17,7 @@ PACKAGES = {  # the name of the distribution, by the name it is imported by
     "jinja2": "jinja2",
     "tomli_w": "tomli-w",
 }
-WITHOUT = ("list", "show", "report", "doctor", "completion")  # commands that need torch alone
+WITHOUT = ("list", "show", "report", "doctor", "completion")  # commands that need only torch
 
 
 def missing() -> list[str]:
@@ -33,6 +33,6 @@ def _is_there(module: str) -> bool:
 
 
 def require_bench(command: str, caller: str = "tbbn ") -> None:
-    """Raise if ``command`` needs a package that is not installed. ``caller`` stands before it in the message."""
+    """Raise if ``command`` needs a package that is not installed. ``caller`` precedes the command in the message."""
     if command not in WITHOUT and (absent := missing()):
         raise UserError(f"{caller}{command} needs {', '.join(absent)}; pip install 'tbbn[bench]'.")

@@ -18,8 +18,8 @@ from tbbn.errors import UserError
 
 LOCK = ".lock"
 _LEFTOVER = re.compile(r"\..+\.\d+\.[0-9a-f]{8}")
-_CHUNK = 1 << 24  # bytes hashed between two progress reports
-NO_SEAL = "0" * 64  # stands where `seal` puts the checksum
+_CHUNK = 1 << 24  # bytes hashed between progress reports
+NO_SEAL = "0" * 64  # placeholder that `seal` replaces with the checksum
 _SEAL = re.compile(rb'"sha256": ?"([0-9a-f]{64})"')
 
 
@@ -27,7 +27,7 @@ _SEAL = re.compile(rb'"sha256": ?"([0-9a-f]{64})"')
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """Write a temporary file beside `path`, flush it to disk, then rename it to `path`.
 
-    A reader sees the old file or the new one, never a part. An exception in the block leaves the old file.
+    A reader sees the old file or the new one, never a partial one. An exception in the block keeps the old file.
     """
     temporary = temporary_path(path)
     try:
@@ -38,7 +38,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # A failed write or flush does not say which file; a failed open names the temporary one.
+        # The error of a failed write or flush names no file, that of a failed open the temporary one.
         if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
@@ -51,7 +51,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def read_limited(path: Path, largest: int) -> bytes:
-    """The content of a regular file of at most `largest` bytes. A link may lead to a device or a pipe, which never end."""
+    """Read a regular file of at most `largest` bytes. Other kinds are errors: a device or a pipe may never end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(
         status.st_mode
@@ -64,17 +64,17 @@ def read_limited(path: Path, largest: int) -> bytes:
 
 def temporary_path(path: Path) -> Path:
     """A new name beside `path` that `remove_leftovers` recognises."""
-    # The tempfile module would make files that only their owner may read.
+    # Not with the tempfile module, whose files only their owner may read.
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether the name is that of a temporary file of `atomic_writer`."""
+    """Whether a path is named like a temporary file of `atomic_writer`."""
     return _LEFTOVER.fullmatch(path.name) is not None
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files of killed processes. Nobody else may be writing there: call it with the folder locked."""
+    """Delete the temporary files of killed processes. Call it with the folder locked, so that nobody else is writing."""
     for path in folder.glob(".*"):
         if is_leftover(path):
             path.unlink()
@@ -86,9 +86,9 @@ class FolderInUse(UserError):
 
 @contextmanager
 def folder_writer(place: Path) -> Iterator[Path]:
-    """Write into a new folder beside `place`, then put it in the place of what is there.
+    """Write into a new folder beside `place`, then replace `place` with it.
 
-    A kill leaves the old folder or the new one, whole. What a killed process left beside it is removed by the next one.
+    A kill leaves either the old folder or the new one, complete. The next call removes what a killed process left beside it.
     """
     for path in place.parent.glob(f".{place.name}-new-*"):
         if not _is_alive(path.name.rpartition("-")[2]):
@@ -102,7 +102,7 @@ def folder_writer(place: Path) -> Iterator[Path]:
             with file.open("rb") as content:
                 os.fsync(content.fileno())
         if place.exists():
-            _exchange(new, place)  # what was there is now the one beside it
+            _exchange(new, place)  # `new` is now the old folder
         else:
             os.rename(new, place)
     finally:
@@ -111,7 +111,7 @@ def folder_writer(place: Path) -> Iterator[Path]:
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Let two folders change places at one instant; where the system cannot, a kill in between leaves only the other name."""
+    """Swap two folders, atomically if the system can; otherwise a kill in between may leave nothing at `b`."""
     libc = ctypes.CDLL(None)
     here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
     if hasattr(libc, "renameat2") and libc.renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0:
@@ -134,7 +134,7 @@ def _is_alive(process: str) -> bool:
 
 @contextmanager
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a folder for this process. If another process holds it, raise `FolderInUse` at once, or `wait` for it.
+    """Lock a folder for this process. If another process holds the lock, raise `FolderInUse` at once, or `wait` for it.
 
     The lock ends with its process, even if that is killed. The folder is created if needed, and removed again if it
     is still empty at the end.
@@ -167,7 +167,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def is_blank(folder: Path, *besides: str) -> bool:
-    """Whether a folder holds nothing but its lock, and files of these names."""
+    """Whether a folder contains nothing but its lock and files with these names."""
     return {path.name for path in folder.iterdir()} <= {LOCK, *besides}
 
 
@@ -193,7 +193,7 @@ def seal(content: bytes) -> bytes:
 
 
 def seal_problem(content: bytes) -> str:
-    """What is wrong with sealed content; empty if every byte is as it was written."""
+    """The problem with sealed content; empty if every byte is as it was written."""
     found = _SEAL.search(content)
     if found is None:
         return "damaged: its checksum is missing."
@@ -204,7 +204,7 @@ def seal_problem(content: bytes) -> str:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders, innermost first, as far as they are empty."""
+    """Remove those of the folders that are empty, innermost first."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()

@@ -1,4 +1,4 @@
-"""Metrics of class-incremental learning: pure functions of the accuracy matrix or of a confusion matrix.
+"""Metrics for class-incremental learning: pure functions of the accuracy matrix or of a confusion matrix.
 
 The accuracy matrix is lower triangular: row t has t + 1 entries, and a[t][i] is the accuracy on task i's test images after
 learning task t. Code counts tasks from 0; the formulas in `FORMULAS` count them from 1 to T, as the paper does.
@@ -87,10 +87,10 @@ def average_accuracy(accuracy: Matrix, weights: Sequence[float] | None = None) -
 def forgetting(accuracy: Matrix, *, from_text: bool = False) -> float:
     """F: mean drop in accuracy on a task since it was learnt, over all T tasks. The last task counts as 0.
 
-    It is what the paper's code computes and its tables hold: from the best earlier accuracy to the final one,
-    max_{t<T} a[t][i] - a[T][i]. `from_text=True` is the formula of the paper's text, F_text: the largest drop below the accuracy
-    right after learning, max_{t>i} (a[i][i] - a[t][i]). They agree when accuracy only falls. A task that only improves is
-    negative.
+    As in the paper's code and tables, it is the drop from the best earlier accuracy to the final one,
+    max_{t<T} a[t][i] - a[T][i]. `from_text=True` uses the formula of the paper's text, F_text: the largest drop below the
+    accuracy right after learning, max_{t>i} (a[i][i] - a[t][i]). They agree if accuracy only falls. A task that only improves
+    counts as negative.
 
     >>> rows = [[0.5], [0.25, 1.0], [0.375, 0.5, 1.0]]
     >>> forgetting(rows), forgetting(rows, from_text=True)
@@ -108,7 +108,7 @@ def forgetting(accuracy: Matrix, *, from_text: bool = False) -> float:
 
 
 def forgetting_past(accuracy: Matrix) -> float:
-    """FM, the usual forgetting measure (Chaudhry et al., 2018): as F, but the mean is over the T - 1 past tasks.
+    """FM, the usual forgetting measure (Chaudhry et al., 2018): like F, but averaged over the T - 1 past tasks.
 
     0 for a single task.
 
@@ -170,7 +170,7 @@ def confusion_error_types(confusion: Sequence[Sequence[int]], first_current: int
 def summary(
     accuracy: Matrix, *, weights: Sequence[float] | None = None, task_il: Matrix | None = None
 ) -> dict[str, float]:
-    """Every metric, by its name in `FORMULAS`.
+    """All metrics, by their names in `FORMULAS`.
 
     Class-weighted metrics need `weights` (classes per task). Task-IL metrics need `task_il`, the accuracy matrix with the
     task id given.

@@ -16,7 +16,7 @@ from tbbn.errors import printable
 
 
 class RunProgress:
-    """Receives what happens in runs. This one shows nothing but why runs failed."""
+    """Receives the events of runs. This class shows only why runs failed."""
 
     def __enter__(self) -> RunProgress:
         return self
@@ -33,7 +33,7 @@ class RunProgress:
 
 
 class RunLines(RunProgress):
-    """A line per task, and in between one at least every ``every`` seconds."""
+    """Prints a line per task, and in between at most one every ``every`` seconds."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RunLines(RunProgress):
 
     def _print(self, text: str) -> None:
         self.last_line = self.clock()
-        with suppress(OSError):  # a run goes on without a reader of its progress
+        with suppress(OSError):  # a run continues even if nobody reads its progress
             print(text, file=self.stream, flush=True)
 
     def start(self, run: PendingRun) -> None:
@@ -79,7 +79,7 @@ class RunLines(RunProgress):
 
 
 class RunBars(RunProgress):
-    """Bars of rich: one for the tasks of all runs, and one per active run for the epochs of its task."""
+    """Progress bars with rich: one for the tasks of all runs, and one per active run for the epochs of its task."""
 
     def __init__(
         self, runs: list[PendingRun], redraw: float = 0.1, clock: Callable[[], float] = time.monotonic
@@ -93,8 +93,8 @@ class RunBars(RunProgress):
         self.whole = self.bars.add_task(many, total=self.total, count=f"0/{self.total} tasks", note="")
         self.bar_of: dict[PendingRun, Any] = {}
         self.accuracy: dict[PendingRun, str] = {}
-        self.done: dict[PendingRun, float] = {}  # tasks, the current one as a fraction
-        self.drawn: dict[PendingRun, float] = {}  # when
+        self.done: dict[PendingRun, float] = {}  # tasks done, with the current one as a fraction
+        self.drawn: dict[PendingRun, float] = {}  # time of the last redraw
 
     def __enter__(self) -> RunBars:
         self.bars.__enter__()
@@ -135,7 +135,7 @@ class RunBars(RunProgress):
         name = f"{_name(run)}: task {at.task + 1}/{tasks}" + ("" if event.phase == "train" else f" {event.phase}")
         count = f"{at.epoch + 1}/{event.epochs} epochs"
         self.bars.update(self.bar_of[run], description=name, total=event.epochs, completed=here, count=count)
-        # Later phases of a task are short: in the overall bar they count as done.
+        # Later phases of a task are short, so in the overall bar they count as done.
         self._advance(run, at.task + (0.95 if at.phase else 0.95 * here / event.epochs))
 
     def _advance(self, run: PendingRun, tasks: float) -> None:
@@ -156,7 +156,7 @@ class RunBars(RunProgress):
 
 
 def run_progress(runs: list[PendingRun], quiet: bool) -> RunProgress:
-    """What suits standard error: errors only, bars or lines."""
+    """The progress display that suits standard error: errors only, bars or lines."""
     if quiet:
         return RunProgress()
     if sys.stderr.isatty() or _in_notebook():
@@ -168,7 +168,7 @@ def run_progress(runs: list[PendingRun], quiet: bool) -> RunProgress:
 
 
 def _in_notebook() -> bool:
-    """Whether rich can draw its bars in a notebook: it needs ipywidgets there."""
+    """Whether this is a notebook in which rich can draw bars, which needs ipywidgets."""
     return "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
 
 
@@ -201,7 +201,7 @@ def _rich_bars(count: Any, *more: Any, transient: bool) -> Any:
     )
 
 
-Counter = Callable[[int, int], None]  # called with what is done and with all there is
+Counter = Callable[[int, int], None]  # called with the number done and the total
 
 
 @contextmanager
@@ -223,7 +223,7 @@ def counter(
 
 def _counter_lines(name: str, unit: str, clock: Callable[[], float], every: float = 10.0) -> Counter:
     last_time = start = clock()
-    first = last = -1  # what was done before this call does not count for the rate
+    first = last = -1  # the number at the first call does not count for the rate
 
     def count(done: int, total: int) -> None:
         nonlocal last_time, first, last

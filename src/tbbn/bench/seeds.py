@@ -1,4 +1,4 @@
-"""Named random streams from one seed: a draw depends on seed and name, never on what was drawn before."""
+"""Named random streams from one seed: a draw depends only on seed and name, never on earlier draws."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 def derive(seed: int, *names: str | int) -> int:
     """A 63-bit seed for the stream `names`, a pure function of `seed` and `names`.
 
-    A stream is named by its purpose, task, phase and epoch, so resuming a run needs no saved generator state. The names
-    "1" and 1 differ.
+    A stream is named by its purpose, task, phase and epoch, so that resuming a run needs no saved generator state. The
+    names "1" and 1 differ.
 
     >>> derive(0, "batches", 3) == derive(0, "batches", 3) != derive(0, "batches", 4)
     True

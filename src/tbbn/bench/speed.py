@@ -1,6 +1,6 @@
-"""How fast this machine is: one norm layer against batch norm, whole training steps, and runs in parallel lanes.
+"""Benchmarks of this machine: one norm layer against batch norm, whole training steps, and runs in parallel lanes.
 
-``tbbn speed`` prints the three tables. See :mod:`tbbn.bench.timing` for how the times are taken.
+``tbbn speed`` prints the three tables. See :mod:`tbbn.bench.timing` for how times are measured.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SHAPES = ((64, 16, 32, 32), (64, 32, 16, 16), (64, 64, 8, 8), (64, 64, 56, 56), 
 LAYOUT = {"current": 48, "memory": 16, "past_tasks": 9}  # the paper's batch in its last task: r = 16
 FORMATS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LANE_DATA, LANE_TASKS = "synthetic:100x500x1x32", 10  # of CIFAR's size
-LAYER_SECONDS = 1.0  # that a row of the layer table takes, warming up included
-STEP_ROUNDS, STEP_WARM_UP = 9, 5  # of a norm in a row of the step table: at least so many steps
-PASSES = 5  # forward reads x and writes y; backward reads g and x and writes dx. No layer moves less
+LANE_DATA, LANE_TASKS = "synthetic:100x500x1x32", 10  # CIFAR's size
+LAYER_SECONDS = 1.0  # duration of a row of the layer table, including warm-up
+STEP_ROUNDS, STEP_WARM_UP = 9, 5  # minimum number of timed and warm-up steps per norm in a row of the step table
+PASSES = 5  # minimum memory traffic: forward reads x and writes y; backward reads g and x and writes dx
 
 Report = Callable[[str], None]
 
@@ -54,13 +54,13 @@ def machine(device: torch.device) -> dict[str, str]:
 
 @contextmanager
 def balanced(module: nn.Module) -> Iterator[None]:
-    """The benchmark's layout, for norms that need one."""
+    """Enter the benchmark's layout, if the module's norms need one."""
     with tbbn.balance(module, **LAYOUT) if tbbn.nn.is_balanced(module) else nullcontext():  # type: ignore[arg-type]
         yield
 
 
 def _relative(norm: str, times: dict[str, list[float]], peaks: dict[str, int]) -> dict[str, float]:
-    """Time and peak memory as multiples of batch norm's."""
+    """Time and peak memory relative to batch norm."""
     if norm == "bn":
         return {}
     return {"ratio": median_ratio(times, norm)} | ({"peak_ratio": peaks[norm] / peaks["bn"]} if peaks["bn"] else {})
@@ -70,7 +70,7 @@ def _relative(norm: str, times: dict[str, list[float]], peaks: dict[str, int]) -
 
 
 def layer_work(norm: str, data: Sequence[tuple[Tensor, Tensor]]) -> tuple[nn.Module, Work]:
-    """Forward and backward of one layer per input."""
+    """One layer per input, and a function that runs the forward and backward of all."""
     layers = nn.ModuleList(nn.BatchNorm2d(x.shape[1], device=x.device) for x, _ in data)
     convert(layers, norm)
 
@@ -92,7 +92,7 @@ def time_layer(
     bandwidth: float,
     norms: Sequence[str] = ("tbbn",),
 ) -> dict[str, Any]:
-    """One row of the layer table: time, ratio to batch norm, the floor at ``bandwidth`` bytes per second, peak memory."""
+    """One row of the layer table: time, ratio to batch norm, the lower bound at ``bandwidth`` (bytes/s), peak memory."""
     copies = 8 if device.type == "cuda" else 1
     data = []
     for _ in range(copies):
@@ -169,7 +169,7 @@ def time_step(name: str, norms: Sequence[str], precision: str, size: int, device
 
 
 def step_seconds(name: str, norm: str, precision: str, size: int, device: torch.device, limit: float = 2.0) -> float:
-    """The time of a step, from as many steps as ``limit`` seconds hold, but at least two: the first warms up."""
+    """The time of a step, from about ``limit`` seconds of steps, but at least one after a warm-up step."""
     clock = device_clock(device)
     with torch_settings(resolve(("speed", {"precision": precision, "device": device.type})), device):
         work = captured(step_work(name, norm, precision, size, device), device)
@@ -183,7 +183,7 @@ def step_seconds(name: str, norm: str, precision: str, size: int, device: torch.
 def lane_configs(
     n: int, norms: Sequence[str], name: str, precision: str, device: torch.device, epochs: int, data: str, tasks: int
 ) -> list[RunConfig]:
-    """The runs of a row of the lane table."""
+    """The configs of the runs in a row of the lane table."""
     settings = {
         "device": device.type,
         "protocol": "paper",
@@ -213,8 +213,8 @@ def time_lanes(
 ) -> dict[str, Any]:
     """One row of the lane table: ``n`` whole runs in parallel on synthetic images of CIFAR's size.
 
-    Timed in the runs' second task, from epoch end to epoch end. That includes all a run does there: drawing the epoch,
-    augmentation, the captured step, validation. ``on_share`` is told after each step what share of all steps is done.
+    Timed in the runs' second task, from epoch end to epoch end. That includes all work of a run: drawing the epoch,
+    augmentation, the captured step, validation. ``on_share`` is called after each step with the fraction of all steps done.
     """
     configs = lane_configs(n, norms, name, precision, device, epochs, data, tasks)
     done, all_steps = 0, n * forecast(configs[0]).all_steps
@@ -232,7 +232,7 @@ def time_lanes(
             ends[lane].append((time.perf_counter(), steps[lane]))
 
     records = run_lanes(configs, n, on_event=on_event)
-    # The window in which all lanes train: from the latest first epoch end to the earliest last one.
+    # The window in which all lanes train: from the latest first epoch end to the earliest last epoch end.
     begin, end = max(e[0][0] for e in ends.values()), min(e[-1][0] for e in ends.values())
     seconds = max(end - begin, 1e-9)
     within = [steps_between(ends[i], begin, end) for i in range(n)]
@@ -254,7 +254,7 @@ def time_lanes(
 def steps_between(ends: list[tuple[float, int]], begin: float, end: float) -> float:
     """Steps done from ``begin`` to ``end``; ``ends`` has the time and the step count at each epoch end.
 
-    An epoch that is partly inside counts in proportion.
+    An epoch that is partly inside the interval counts in proportion.
 
     >>> steps_between([(0.0, 0), (10.0, 100)], 0.0, 5.0)
     50.0
@@ -269,7 +269,7 @@ def steps_between(ends: list[tuple[float, int]], begin: float, end: float) -> fl
 
 
 def _step_seconds(device: torch.device) -> float:
-    """For how long a row of the step table is timed, where its steps are fast."""
+    """Seconds for which a row of the step table is timed, if its steps are fast."""
     return 2.0 if device.type == "cuda" else 6.0
 
 
@@ -280,7 +280,7 @@ def _layer_rows(device: torch.device) -> list[tuple[tuple[int, ...], str, str]]:
 
 
 def _size(name: str) -> int:
-    """The side of the images on which a backbone is timed."""
+    """The side of the images for timing a backbone."""
     return 224 if name.startswith(("resnet18", "resnet34")) else 32
 
 
@@ -293,14 +293,14 @@ def estimate_seconds(
     n_lanes: Sequence[int],
     epochs: int,
 ) -> float:
-    """How long :func:`measure_speed` will take, from a few steps of each backbone; on a GPU lanes take less, as they overlap."""
+    """Estimate the duration of :func:`measure_speed` from a few steps of each backbone. On a GPU lanes overlap and take less."""
     total = LAYER_SECONDS * len(_layer_rows(device))
     n_norms = len(dict.fromkeys(("bn", *norms)))
     for name in backbones:
         for precision in precisions:
             try:
                 step = step_seconds(name, "bn", precision, _size(name), device, limit=0.5)
-            except torch.OutOfMemoryError:  # the row will say so
+            except torch.OutOfMemoryError:  # the row will report it
                 continue
             total += n_norms * step * STEP_WARM_UP + max(_step_seconds(device), n_norms * step * STEP_ROUNDS)
             if name == backbones[0] and n_lanes:
@@ -320,9 +320,9 @@ def measure_speed(
     on_row: Report = lambda text: None,
     on_share: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Any]:
-    """All tables. A row that runs out of memory says so; the others are still measured.
+    """Measure all tables. A row that runs out of memory says so; the others are still measured.
 
-    ``on_row`` is told what is measured next, ``on_share`` how much of a row of parallel runs is done.
+    ``on_row`` is called with the name of the next row, ``on_share`` with the fraction done of a row of parallel runs.
     """
     found: dict[str, Any] = {"machine": machine(device), "layers": [], "steps": [], "lanes": []}
     bandwidth = copy_bandwidth(device)

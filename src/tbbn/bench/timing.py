@@ -1,7 +1,7 @@
 """Fair timing of alternatives on a CPU or a GPU.
 
-Candidates run in interleaved rounds, in alternating order, and are compared within a round, so that load on the machine
-affects all of them alike. On a GPU, capture the work as a CUDA graph first and rotate through several inputs: a single
+Candidates run in interleaved rounds, in alternating order, and are compared within a round, so that other load on the machine
+affects all of them equally. On a GPU, capture the work as a CUDA graph first and rotate through several inputs, because a single
 input would stay in the L2 cache.
 """
 
@@ -65,7 +65,7 @@ def median_ratio(times: dict[str, list[float]], name: str) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read plus written, of a large copy: the most that a pass over memory can reach."""
+    """Bytes per second, read plus written, of a large copy: the upper limit for a pass over memory."""
     megabytes = 2048 if device.type == "cuda" else 256
     source = torch.randn(megabytes * 2**18, device=device)
     target = torch.empty_like(source)
@@ -74,7 +74,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def captured(work: Work, device: torch.device) -> Work:
-    """``work`` as the replay of a CUDA graph; on a CPU, ``work`` itself."""
+    """Capture ``work`` as a CUDA graph and return its replay; on a CPU, return ``work`` itself."""
     if device.type != "cuda":
         return work
     side = torch.cuda.Stream()
@@ -87,14 +87,14 @@ def captured(work: Work, device: torch.device) -> Work:
     with torch.cuda.graph(graph):
         kept = work()
 
-    def replay(_: Any = (kept, work)) -> None:  # keeps alive what the graph reads and writes
+    def replay(_: Any = (kept, work)) -> None:  # the default keeps the graph's inputs and outputs alive
         graph.replay()
 
     return replay
 
 
 def peak_memory(work: Work, device: torch.device) -> int:
-    """Peak bytes allocated during a call, above those allocated before it; 0 on a CPU, where torch does not count."""
+    """Peak bytes allocated during a call, minus those allocated before it; 0 on a CPU, where torch does not count them."""
     if device.type != "cuda":
         return 0
     for _ in range(2):

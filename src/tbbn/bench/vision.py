@@ -24,7 +24,7 @@ def torchvision() -> ModuleType:
     """The torchvision module; `models`, `transforms.v2` and `datasets` can be imported afterwards.
 
     A torchvision built for CUDA cannot load its library next to a CPU-only torch, and its import fails with
-    `operator torchvision::nms does not exist`. Declaring the missing ops makes everything written in Python work; calling
+    `operator torchvision::nms does not exist`. Once the missing ops are declared, everything written in Python works; calling
     such an op still raises torchvision's own error.
     """
     if "torchvision" in sys.modules:
@@ -48,7 +48,7 @@ def _declare_missing_ops(places: list[Path]) -> None:
     for place in places:
         for library in sorted([*place.glob("_C*.so"), *place.glob("_C*.pyd")]):
             try:
-                # torchvision itself will load it again, which is a no-op.
+                # torchvision will load it again itself, which is then a no-op.
                 torch.ops.load_library(str(library))
             except (ImportError, OSError):
                 continue
