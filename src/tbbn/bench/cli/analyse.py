@@ -1,4 +1,4 @@
-"""``tbbn shares``, ``drift``, ``slots`` and ``epochs``: what is behind a result."""
+"""``tbbn shares``, ``drift``, ``slots`` and ``epochs``: analyses that explain results."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _add_settings(made: argparse.ArgumentParser, norm: str, method: str) -> None
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    """Raise for a format or a picture that cannot be made: now, not after the work for it."""
+    """Raise for a format or a picture that cannot be made, before the work for it."""
     from tbbn.bench.report.table import FORMATS
 
     if args.format not in (*FORMATS, "tex"):
@@ -85,11 +85,11 @@ def _check_output(args: argparse.Namespace) -> None:
 
 
 def _configs(args: argparse.Namespace) -> list[RunConfig]:
-    """The configs asked for, as ``tbbn run`` would make them."""
+    """The requested configs, as ``tbbn run`` would make them."""
     from tbbn.bench.cli.train import requested_runs
 
     args.name, args.out, args.dry_run, args.yes = None, "runs", True, True
-    seeds = getattr(args, "seeds", None)  # asked for, or one
+    seeds = getattr(args, "seeds", None)  # the default is one seed
     args.seeds = seeds if seeds or "seed" in args.settings else "1"
     return [run.config for run in requested_runs(args)[0]]
 
@@ -129,7 +129,7 @@ def _drift(args: argparse.Namespace) -> int:
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """The name of each folder; the whole path where two have the same name."""
+    """The name of each folder, or all full paths if two folders have the same name."""
     names = [folder.name for folder in folders]
     return names if len(set(names)) == len(names) else list(map(str, folders))
 

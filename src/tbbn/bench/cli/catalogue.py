@@ -1,4 +1,4 @@
-"""What there is to choose from, and what this machine has: the contents of ``tbbn list`` and ``tbbn doctor``."""
+"""The contents of ``tbbn list`` (available names) and ``tbbn doctor`` (the state of this machine)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tbbn.plugins import load_installed
 from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, DATASETS, LOGGERS, METHODS, NORMS, REGISTRIES, Registry
 
 _BUILT_IN = "built in"
-Listed = dict[str, dict[str, Any]]  # by name: a line, and for what is registered its origin and options
+Listed = dict[str, dict[str, Any]]  # by name: a line, and for registered names their origin and options
 
 
 def _registered(registry: Registry[Any]) -> Listed:
@@ -32,7 +32,7 @@ def _registered(registry: Registry[Any]) -> Listed:
 
 
 def _methods() -> Listed:
-    return dict(sorted(_registered(METHODS).items()))  # registered in the order of their imports
+    return dict(sorted(_registered(METHODS).items()))  # sorted, because they are registered in import order
 
 
 def _datasets() -> Listed:
@@ -64,7 +64,7 @@ LISTS: dict[str, Callable[[], Listed]] = {
 
 
 def lines(entries: Listed, width: int = 80) -> Iterator[str]:
-    """A list as text of this width: under each origin its names with a line each, and below a name its options."""
+    """A list as text of this width: the names under each origin with a line each, and each name's options below it."""
     column = max(map(len, entries)) + 4
     heading = ""
     for name, entry in sorted(entries.items(), key=lambda item: item[1].get("origin", "") not in ("", _BUILT_IN)):
@@ -76,7 +76,7 @@ def lines(entries: Listed, width: int = 80) -> Iterator[str]:
 
 
 def _option_lines(options: dict[str, dict[str, Any]], width: int) -> Iterator[str]:
-    """Options with the same help on one line; those that a norm takes from the layer it replaces come last."""
+    """Options with the same help share a line; those that a norm takes from the layer it replaces come last."""
     by_help: dict[str, list[str]] = {}
     for name, o in sorted(options.items(), key=lambda item: item[1]["default"] is None):
         help = f"{o['help']} [{o['accepts']}]".strip() if o["accepts"] else o["help"]
@@ -88,7 +88,7 @@ def _option_lines(options: dict[str, dict[str, Any]], width: int) -> Iterator[st
 
 
 def _columns(left: str, right: str, column: int, width: int) -> Iterator[str]:
-    """Text in two columns; one that is too long for the left column has a line of its own."""
+    """Text in two columns; a left text that is too long for its column gets its own line."""
     if len(left) + 2 > column and right:
         yield left
         left = ""
@@ -102,7 +102,7 @@ def _text(value: Any) -> str:
 
 
 def doctor(root: str) -> dict[str, dict[str, Any]]:
-    """Versions, device and free disk; and which data sets lie under ``root``."""
+    """Versions, device and free disk space, and which data sets are under ``root``."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
@@ -137,7 +137,7 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
 
 
 def _plugins() -> dict[str, str]:
-    """What each plugin brings; one that cannot be loaded is a line too."""
+    """The names that each plugin registers; a plugin that cannot be loaded is listed with its error."""
     found: dict[str, list[str]] = {}
     try:
         load_installed()

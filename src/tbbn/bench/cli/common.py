@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, how a command is added, and how folders of runs are found."""
+"""Common code of all commands: exit codes, the types of commands, finding the folders of runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ EXIT_DIVERGED = 3
 EXIT_TIME_LIMIT = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_INTERRUPTED = 130
 
-CHECKPOINTS = "checkpoint*.safetensors"  # files of a run that may be there without a record
+CHECKPOINTS = "checkpoint*.safetensors"  # files of a run that may exist without a record
 
 
 class TimeLimitReached(Exception):
-    """The time of ``--time-limit`` is over. Every run has been saved; the text names what has not."""
+    """The time of ``--time-limit`` is over. Every run has been saved; the message names anything that has not."""
 
 
 Call = Callable[[argparse.Namespace], int]
@@ -34,7 +34,7 @@ Command = Callable[[str, Call, str, str], argparse.ArgumentParser]  # name, func
 
 
 def parse_duration(text: str) -> float:
-    """Seconds.
+    """Parse a duration to seconds.
 
     >>> parse_duration("9m"), parse_duration("1h30m"), parse_duration("45s"), parse_duration("2d")
     (540.0, 5400.0, 45.0, 172800.0)
@@ -54,11 +54,11 @@ def add_data_root(command: argparse.ArgumentParser) -> None:
 
 
 def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]:
-    """The folders of all runs below those given, each once: those with a record, and those of ``others``."""
+    """The folders of all runs below the given ones, without duplicates: those with a record, and those in ``others``."""
     folders: list[Path] = []
     for text in given:
         if Path(text).is_dir():
-            os.listdir(text)  # raises if it may not be read; a search would find nothing there
+            os.listdir(text)  # raises if it is not readable; rglob would just find nothing
         there = [file.parent for file in Path(text).rglob("record.json")]
         inside = sorted({*there, *(folder for folder in others if Path(text) in (folder, *folder.parents))})
         if not inside and any(Path(text).rglob(CHECKPOINTS)):
@@ -66,19 +66,19 @@ def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]
         if not inside:
             raise UserError(f"{text}: no run here; the folder of a run holds a record.json.")
         folders += inside
-    each: dict[Path, Path] = {}  # by the path without links and dots, as first given
+    each: dict[Path, Path] = {}  # resolved path to the path as first given
     for folder in folders:
         each.setdefault(folder.resolve(), folder)
     return list(each.values())
 
 
 def may_refuse(command: argparse.ArgumentParser, *names: str) -> None:
-    """Let :func:`refuse` know the defaults of these options, by the names of their values."""
+    """Store the defaults of these options for :func:`refuse`; ``names`` are their names in the parsed arguments."""
     command.set_defaults(defaults={name: command.get_default(name) for name in names})
 
 
 def refuse(args: argparse.Namespace, names: Iterable[str], reason: str, *, settings: bool = False) -> None:
-    """Raise if one of these options, or any setting, was given: it would not be read, and who gives one expects an effect."""
+    """Raise if one of these options (or any setting, with ``settings``) was given although it would have no effect."""
     spelt = {"records": "--from", "recipe": "the recipe"}
     given = [name for name in names if getattr(args, name) != args.defaults[name]]
     options = [spelt.get(name, f"--{name.replace('_', '-')}") for name in given]
@@ -89,7 +89,7 @@ def refuse(args: argparse.Namespace, names: Iterable[str], reason: str, *, setti
 
 
 def print_table(table: Table, form: str) -> None:
-    """What programs read has its caption inside: LaTeX its own, CSV a column."""
+    """Print a table. LaTeX and CSV contain the caption (CSV as a column); for them the separate caption goes to stderr."""
     if form == "csv":
         rows = tuple((table.caption, *row) for row in table.rows)
         table = replace(table, header=("table", *table.header), rows=rows, align="l" + table.align)

@@ -1,6 +1,6 @@
-"""``tbbn completion bash|zsh|fish``: a script that completes commands, options, settings and the names of what is built in.
+"""``tbbn completion bash|zsh|fish``: a script that completes commands, options, settings and registered names.
 
-The script is made from the parsers, so that it knows every command. It asks nothing of Python when a key is pressed.
+The script is generated from the parsers, so that it knows every command. It does not start Python when a key is pressed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tbbn.bench.cli.catalogue import LISTS
 from tbbn.bench.cli.common import Command
 from tbbn.errors import unknown_name
 
-_NAMES = {  # the list whose names an option or an argument takes
+_NAMES = {  # for each option or argument: the list of names that it takes
     "--norm": "norms", "--method": "methods", "--data": "datasets", "--backbone": "backbones",
     "--batch.augment": "augmentations", "recipe": "recipes",
 }  # fmt: skip
 
 
 class Word(NamedTuple):
-    """An option: its help, whether it takes a value, and the values known."""
+    """An option: its help, whether it takes a value, and its known values."""
 
     help: str
     takes_value: bool
@@ -31,11 +31,11 @@ class Word(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What may follow a command."""
+    """The possible words after a command."""
 
     line: str
     arguments: tuple[str, ...]
-    files: bool  # may be given too
+    files: bool  # whether files are possible, too
     options: dict[str, Word]
 
 

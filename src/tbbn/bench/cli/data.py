@@ -1,4 +1,4 @@
-"""``tbbn data pack`` and ``tbbn data check``: images decoded once, for large data sets."""
+"""``tbbn data pack`` and ``tbbn data check``: large data sets whose images are decoded only once."""
 
 from __future__ import annotations
 

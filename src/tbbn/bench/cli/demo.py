@@ -1,4 +1,4 @@
-"""``tbbn demo``: the mechanism, the bench at work, and the result, in about a minute."""
+"""``tbbn demo``: shows the mechanism, the bench at work, and the result, in about a minute."""
 
 from __future__ import annotations
 

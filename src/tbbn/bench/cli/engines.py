@@ -1,4 +1,4 @@
-"""``--engine``: where runs are done: in this process, on a Ray cluster, or as SLURM jobs."""
+"""``--engine``: do runs in this process, on a Ray cluster, or as SLURM jobs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from tbbn.bench.engine.record import Record
     from tbbn.bench.runs.pending import PendingRun
 
-_PACKAGES = {"ray": "ray", "slurm": "submitit"}  # what an engine imports
-LOCAL: dict[str, Any] = {"engine": "local", "address": None, "workers": None, "job": []}  # where nothing is asked for
-_FOR = {"address": ("ray",), "workers": ("ray", "slurm"), "job": ("slurm",)}  # the engines that an option is for
+_PACKAGES = {"ray": "ray", "slurm": "submitit"}  # the package that an engine imports
+LOCAL: dict[str, Any] = {"engine": "local", "address": None, "workers": None, "job": []}  # default option values
+_FOR = {"address": ("ray",), "workers": ("ray", "slurm"), "job": ("slurm",)}  # the engines that an option applies to
 
 
 def add_engine_options(command: argparse.ArgumentParser) -> None:
@@ -39,9 +39,9 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
 def engine(
     args: argparse.Namespace, runs: Sequence[PendingRun], overwrite: bool
 ) -> Iterator[Callable[..., list[Record]]]:
-    """The function that does runs: :func:`tbbn.bench.runs.sweep.run_all`, or one that sends them to a cluster.
+    """The function that does runs: :func:`tbbn.bench.runs.sweep.run_all`, or one that submits them to a cluster.
 
-    The connection to the cluster lasts as long as the block.
+    The connection to the cluster is closed at the end of the block.
     """
     for option, engines in _FOR.items():
         if getattr(args, option) not in (None, []) and args.engine not in engines:

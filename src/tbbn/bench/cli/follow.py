@@ -1,4 +1,4 @@
-"""``tbbn show --follow``: the accuracy matrix of a run while it trains, from its ``log.jsonl``."""
+"""``tbbn show --follow``: show the accuracy matrix of a run while it trains, from its ``log.jsonl``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tbbn.bench.loggers import LOG, read_lines
 from tbbn.errors import UserError, printable
 
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 24  # epochs in the curve of the loss
+_WIDTH = 24  # epochs in the loss curve
 _POLL = 0.5  # seconds
 
 
 def follow(directory: Path, *, sleep: Callable[[float], None] = time.sleep) -> int:
-    """Print a line for each task as it ends, and on a terminal the epoch at work below, until the run ends."""
+    """Print a line for each task when it ends, and on a terminal the current epoch below, until the run ends."""
     file = directory / LOG
     if not file.exists():
         raise UserError(f"{directory}: no {LOG} here; it is written from the first epoch on, unless --log is none.")
@@ -30,11 +30,11 @@ def follow(directory: Path, *, sleep: Callable[[float], None] = time.sleep) -> i
 
 
 def _events(file: Path, sleep: Callable[[float], None]) -> Iterator[dict[str, Any]]:
-    """All events in the file, then those that are added, as they are written, until the run ends."""
+    """All events in the file, followed by new ones as they are written, until the run ends."""
     position, alive = 0, {"event": "", "pid": 0}
     while True:
         if file.exists() and file.stat().st_size < position:
-            position = 0  # another run has replaced the file
+            position = 0  # another run replaced the file
         found = list(read_lines(file, position)) if file.exists() else []
         for event, end in found:
             position = end
@@ -54,7 +54,7 @@ def _events(file: Path, sleep: Callable[[float], None]) -> Iterator[dict[str, An
 
 def _is_running(start: dict[str, Any]) -> bool:
     if start.get("host") != platform.node() or not isinstance(start.get("pid"), int):
-        return True  # on another machine nothing is known; Ctrl-C ends the command
+        return True  # unknown for another machine; Ctrl-C ends the command
     try:
         os.kill(start["pid"], 0)
     except ProcessLookupError:
@@ -67,7 +67,7 @@ def _is_running(start: dict[str, Any]) -> bool:
 class _Display:
     def __init__(self, live: bool) -> None:
         self.live, self.tasks, self.phase = live, 0, ("", -1)
-        self.losses: list[float] = []  # of the epochs of this phase, the last ones
+        self.losses: list[float] = []  # of the last epochs of this phase
         self.bars = _BARS if "utf" in (sys.stdout.encoding or "").lower() else ".:-=+*#@"
 
     def event(self, event: dict[str, Any]) -> None:
@@ -103,5 +103,5 @@ class _Display:
         return "".join(self.bars[round(top * (loss - low) / ((high - low) or 1))] for loss in self.losses)
 
     def _line(self, text: str) -> None:
-        clear = "\r\033[K" if self.live else ""  # the line of the epoch
+        clear = "\r\033[K" if self.live else ""  # clears the line of the current epoch
         print(f"{clear}{printable(text)}", flush=True)

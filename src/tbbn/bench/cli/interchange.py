@@ -1,4 +1,4 @@
-"""``tbbn import``: settings of other programs as a recipe of this one; ``tbbn export``: a network for other programs."""
+"""``tbbn import`` turns settings of other programs into a recipe; ``tbbn export`` writes a network for other programs."""
 
 from __future__ import annotations
 

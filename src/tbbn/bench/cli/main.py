@@ -90,7 +90,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
     fill_closed_descriptors()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding does not have is spelt out, as on standard error
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that its encoding lacks, as on standard error
         sys.stdout.reconfigure(errors="backslashreplace")
     with droppable_stderr():
         return _exit_code(list(sys.argv[1:] if arguments is None else arguments))
@@ -112,8 +112,8 @@ def _exit_code(words: list[str]) -> int:
         print(f"tbbn: time limit reached, {saved}; run the same command again to go on.", file=sys.stderr)
         return EXIT_TIME_LIMIT
     except BrokenPipeError:
-        to_nowhere(sys.stdout)  # the reader is gone; flushing the rest at exit would fail again
-        # A reader such as head has seen enough of a list. Results of training that nobody read are another matter.
+        to_nowhere(sys.stdout)  # the reader is gone, and flushing the rest at exit would fail again
+        # Success if the reader of a list, such as head, has seen enough, but a failure if results of training were not read.
         return EXIT_FAILED if split_plugins(words)[1][0] in train.COMMANDS else 0
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:
@@ -128,7 +128,7 @@ def _exit_code(words: list[str]) -> int:
 
 
 def _print_error(text: str) -> None:
-    """One line. Of what a user typed by the megabyte, it keeps the ends: the beginning names the place, the end the way out."""
+    """Print an error as one line. If it repeats megabytes of input, keep its beginning (the place) and its end (the fix)."""
     line = printable(f"tbbn: {text}")
     print(line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}", file=sys.stderr)
 
@@ -161,7 +161,7 @@ def _run(words: list[str]) -> int:
 
 
 def _call(args: argparse.Namespace) -> int:
-    """Do the command. Of several processes that torchrun started, the first does it, and the others help it train."""
+    """Do the command. Under torchrun, rank 0 does it, and the other ranks only take part in its training."""
     if args.command not in train.COMMANDS:
         return args.call(args)
     from tbbn.bench.cli.ranks import lead_or_follow

@@ -1,4 +1,4 @@
-"""The folder of a run or sweep that has no ``--name``: made from what was asked for, so that other settings get another one."""
+"""The folder name of a run or sweep without ``--name``: made from its settings, so that other settings get another folder."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from tbbn.bench.config import PLACE
 
-_LEFT_OUT = ("plugins", *PLACE)  # long, and rarely what tells two runs apart
-_LONGEST = 120  # of a name; a file system takes 255
+_LEFT_OUT = ("plugins", *PLACE)  # long, and they rarely distinguish runs
+_LONGEST = 120  # characters of a name; file systems allow 255
 
 
 def folder_name(
     recipe: str, method: str | None, norm: str | None, given: Mapping[str, Any], *, seed: int | None = None
 ) -> str:
-    """The recipe's name, or data set, method and norm, then every setting that was given.
+    """The recipe's name, or data set, method and norm, followed by every setting that was given.
 
-    A single run also has its seed, so that a sweep over seeds has another folder. A recipe of several runs leaves methods and
-    norms to the names of their folders.
+    The name of a single run includes its seed, so that a sweep over seeds gets a different folder. For a recipe with several
+    runs, methods and norms appear only in the names of the runs' own folders.
 
     >>> folder_name("", "ft,lucir", "bn", {"data.name": "cifar100", "data.tasks": 6, "data.root": "/x"})
     'cifar100-ft+lucir-bn-tasks=6'
@@ -43,7 +43,7 @@ def folder_name(
 
 
 def _short(key: str) -> str:
-    """A setting without its section, but for those that others share their name with."""
+    """A setting without its section, unless another setting has the same name."""
     section, _, name = key.partition(".")
     return key if section in ("norm", "method", "save") or key == "batch.size" else name or key
 

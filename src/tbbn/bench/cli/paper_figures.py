@@ -1,4 +1,4 @@
-"""The figures of ``tbbn reproduce``: of each the numbers it draws, and the picture."""
+"""The figures of ``tbbn reproduce``, each with a table of the numbers that it draws."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tbbn.bench.report.table import Table
     from tbbn.paper.published import PaperTable
 
-FIGURES = {  # the table whose runs a figure shows
+FIGURES = {  # for each figure: the table whose runs it shows
     "fig-toy": "",
     "fig-oracle": "",
     "fig-curves": "table2",
@@ -45,7 +45,7 @@ def toy() -> Drawn:
 
 
 def oracle(args: argparse.Namespace, folders: Sequence[Path], out: Path) -> Drawn:
-    """The oracle experiment on the runs in these folders; ``out`` keeps what was computed."""
+    """The oracle experiment on the runs in these folders; ``out`` caches its results."""
     from tbbn.paper import oracle
 
     pairs = oracle.pairs(folders)
@@ -87,7 +87,7 @@ def show(name: str, drawn: Drawn, folder: Path, form: str) -> None:
 
 
 class _OracleProgress:
-    """Says where the oracle experiment is, at most every ten seconds, and ends it at the time limit."""
+    """Reports the progress of the oracle experiment at most every ten seconds, and ends it at the time limit."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.quiet, self.end, self.said = args.quiet, deadline(args), -math.inf

@@ -1,4 +1,4 @@
-"""Commands under torchrun: rank 0 does the command, the other ranks take part in the runs it trains."""
+"""Commands under torchrun: rank 0 does the command, the other ranks only take part in its training runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tbbn.bench.runs.leading import follow
 
 
 def lead_or_follow(args: argparse.Namespace) -> int:
-    """Do a command that trains; the exit code."""
+    """Do a command that trains; return the exit code."""
     args.ranks = ALONE
     if not is_launched():
         return args.call(args)

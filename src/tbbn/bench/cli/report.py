@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("text", "md", "csv", "latex", "json")
 
-_MANY = 10  # pictures take longer than a moment
+_MANY = 10  # more pictures than this take several seconds
 
 
 def add(command: Command) -> None:
@@ -65,7 +65,7 @@ def _report(args: argparse.Namespace) -> int:
         text = (runs_csv if form == "csv" else runs_json)(runs, metrics)
     else:
         text = (blocks_table if form == "latex" else summary_table)(records, metrics).render(form)
-    # Before anything is printed: if a file cannot be written, the command fails, and then it prints no results.
+    # Write files before printing, so that a command that fails to write a file prints no results.
     written = _write(args, runs, metrics)
     print(text)
     for line in written:
@@ -74,7 +74,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Raise for files that cannot be made: now, not after the work for another one."""
+    """Raise for files that cannot be made, before the work for others."""
     if args.drift is not None and not (args.html or args.files):
         raise UserError("--drift adds a section to a page; name the page: --html FILE, or --files FOLDER.")
     if args.drift is not None and args.drift < 1:
@@ -84,7 +84,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list[str]:
-    """Write the figure, the page and the files that were asked for; a line about each."""
+    """Write the requested figure, page and files; return a line about each."""
     lines = []
     if args.plot:
         from tbbn.bench.report.figures import save_figure
@@ -114,7 +114,7 @@ def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list
 
 
 def _paper(runs: Runs) -> Section:
-    """The tables of the paper of which there are rows among these runs."""
+    """The paper's tables with at least one row that these runs reproduce."""
     from tbbn.bench.report.page import Section
     from tbbn.paper.published import beside
 

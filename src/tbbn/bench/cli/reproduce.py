@@ -1,4 +1,4 @@
-"""``tbbn reproduce``: the tables and figures of the paper, its numbers beside ours."""
+"""``tbbn reproduce``: the tables and figures of the paper, with its numbers beside ours."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tbbn.paper.published import PaperTable
 
 
-_CHOOSING = ("data", "scale", "keep", "method", "norm", "seeds", "records")  # options that say which runs
-# How to train. Not here is --quiet: where there is no progress it is hidden all the same.
+_CHOOSING = ("data", "scale", "keep", "method", "norm", "seeds", "records")  # options that select the runs
+# Options of how to train, without --quiet, which is harmless if there is no progress to hide.
 _TRAINING = ("dry_run", "lanes", "time_limit", "log", "engine", "address", "workers", "job")
 
 
@@ -96,7 +96,7 @@ def _reproduce(args: argparse.Namespace) -> int:
                 continue
             ended, records = train(runs, args, recipe=recipe)
             folders = [run.directory for run in runs]
-            code = code or ended  # of the first table that did not go well
+            code = code or ended  # the exit code of the first table that failed
         if args.name == "fig-oracle":
             paper_figures.show(args.name, paper_figures.oracle(args, folders, folder), folder, args.format)
         else:
@@ -110,7 +110,7 @@ def _reproduce(args: argparse.Namespace) -> int:
 
 
 def _take_as_options(args: argparse.Namespace) -> None:
-    """Read settings that say which runs as the options of that meaning; as settings, the recipe's axes would hide them."""
+    """Turn settings that select runs into the options of the same meaning; as settings, the recipe's axes would hide them."""
     for kind in ("method", "norm"):
         named = args.settings.pop(f"{kind}.name", None)
         setattr(args, kind, getattr(args, kind) or named)
@@ -121,7 +121,7 @@ def _take_as_options(args: argparse.Namespace) -> None:
 
 
 def _check_read(args: argparse.Namespace) -> None:
-    """Refuse options that would not be read: whoever gives one expects an effect."""
+    """Raise for options that would have no effect."""
     if args.name == "fig-toy":
         refuse(args, (*_CHOOSING, *_TRAINING), "fig-toy has data of its own and trains nothing", settings=True)
     if args.name == "fig-oracle":
@@ -134,7 +134,7 @@ def _check_read(args: argparse.Namespace) -> None:
 
 
 def _settings(table: PaperTable, args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says about settings of the recipe."""
+    """The settings given on the command line, to apply to the recipe."""
     given: dict[str, Any] = dict(args.settings)
     if args.keep:
         given["train.keep"] = args.keep
@@ -144,7 +144,7 @@ def _settings(table: PaperTable, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _axes(table: PaperTable, args: argparse.Namespace) -> Axes:
-    """The methods, norms and seeds of the table that the command line asks for."""
+    """The table's methods, norms and seeds that the command line selects."""
     from tbbn.bench.runs.recipe import parse_seeds, split_names
 
     _, axes = table.layers()
@@ -161,7 +161,7 @@ def _axes(table: PaperTable, args: argparse.Namespace) -> Axes:
 
 
 def _folder_name(table: PaperTable, args: argparse.Namespace) -> str:
-    """Recipe, network, kept epoch and scale, and every other setting that was given: other settings are other runs."""
+    """Recipe, network, kept epoch, scale and every other given setting, so that other settings get another folder."""
     name = f"{table.recipe}-{table.backbone}" if table.backbone else table.recipe
     name += (f"-keep-{args.keep}" if args.keep else "") + (f"-scale-{args.scale:g}" if args.scale != 1 else "")
     return folder_name(name, None, None, args.settings)
@@ -179,14 +179,14 @@ def _runs(
     folder = Path(args.out) / _folder_name(table, args)
     runs = expand(layers, axes, folder)
     check_used(given, [run.config for run in runs])
-    if len(runs) == 1:  # in a folder of its own, as the others will be
+    if len(runs) == 1:  # give it its own folder, like any later runs
         runs = [replace(runs[0], directory=folder / run_name(runs[0].config))]
     check_folders(runs)
     return runs, folder, recipe_text(layers, axes)
 
 
 def _announce(table: PaperTable, axes: Axes, runs: list[PendingRun], folder: Path, *, measure: bool) -> None:
-    """What is still to be done, what of it is not the paper's, and how much time and disk it takes."""
+    """Print the number of runs still to do, how they differ from the recipe, and the time and disk space that they need."""
     from tbbn.bench.runs.pending import expand, finished_record
     from tbbn.paper.effort import effort
     from tbbn.paper.published import departures_note
@@ -215,7 +215,7 @@ def _show(
         paper_figures.show(args.name, drawn, folder, args.format)
         return
     shown = compare(table, records, given, rows=rows)
-    if args.format == "csv":  # every column has a name of its own
+    if args.format == "csv":  # columns need unique names
         long = (f"{column} {what}" for column in table.columns for what in ("paper", "ours", "diff."))
         shown = replace(shown, header=(*shown.header[:2], *long))
     print_table(shown, args.format)

@@ -25,7 +25,7 @@ _LISTS = (
 
 
 def settings_help() -> str:
-    """Every setting with its default and its help."""
+    """A list of every setting with its default and help."""
     settings = [s for s in cfg.SETTINGS.values() if s.name not in _AXES]
     shown = [f"  --{s.name} {_shown(s.default)}".rstrip() for s in settings]
     width = max(map(len, shown))
@@ -50,7 +50,7 @@ def _shown(value: Any) -> str:
 
 
 def check_commas(words: list[str]) -> None:
-    """Refuse ``--norm bn tbbn``: argparse would take the second name for a recipe."""
+    """Raise for ``--norm bn tbbn``, where argparse would take the second name for a recipe."""
     for option, value, other in zip(words, words[1:], words[2:], strict=False):
         if option in _LISTS and not value.startswith("--") and not other.startswith("--") and not is_recipe(other):
             together = f"{option} {value.rstrip(',')},{other}"
@@ -58,7 +58,7 @@ def check_commas(words: list[str]) -> None:
 
 
 def split_plugins(words: list[str]) -> tuple[list[str], list[str]]:
-    """Take ``--plugin mine.py`` out of any command's words: the plugins, and the other words."""
+    """Split ``--plugin mine.py`` off any command's words; returns the plugins and the other words."""
     plugins: list[str] = []
     others, rest = [], list(words)
     while rest:
@@ -76,7 +76,7 @@ def split_plugins(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _hint(option: str, options: Collection[str]) -> str:
-    """The option or setting that was probably meant: ``--train.lr`` for ``--lr``."""
+    """A hint at the option or setting that was probably meant, such as ``--train.lr`` for ``--lr``."""
     if len(option) >= 200:
         return " See --help."
     if meant := cfg.nearest_setting(option.removeprefix("--")):
@@ -87,7 +87,7 @@ def _hint(option: str, options: Collection[str]) -> str:
 
 
 def split_settings(words: list[str], options: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """Take settings out of a command's words: the settings, and the words left for the command's own ``options``."""
+    """Split settings off a command's words; returns the settings and the words left for the command's own ``options``."""
     found: dict[str, Any] = {}
     others, rest = [], list(words)
     while rest:

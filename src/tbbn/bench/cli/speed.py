@@ -1,4 +1,4 @@
-"""``tbbn speed``: how fast this machine trains."""
+"""``tbbn speed``: measure how fast this machine trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tbbn.bench.cli.common import Command
 from tbbn.errors import UserError, unknown_name
 from tbbn.registry import BACKBONES, NORMS, Registry
 
-FIRST, THEN = 2.0, 10.0  # seconds before progress inside a row is shown, and shown again
+FIRST, THEN = 2.0, 10.0  # seconds until progress within a row is first shown, and between later updates
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
@@ -67,7 +67,7 @@ def _speed(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """Says what is measured, and how far a long row is: after two seconds, then every ten."""
+    """Prints the current row, and the progress within a long one: after two seconds, then every ten."""
 
     def row(self, text: str) -> None:
         _say(text)
@@ -120,7 +120,7 @@ def speed_tables(found: dict[str, Any]) -> str:
 
 
 def _row(entry: dict[str, Any]) -> dict[str, str]:
-    """A table row; each number measured for a norm gets its own column."""
+    """A table row, with a separate column for each number measured for a norm."""
     row: dict[str, str] = {}
     for key, value in entry.items():
         if isinstance(value, dict):

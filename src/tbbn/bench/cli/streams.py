@@ -1,4 +1,4 @@
-"""Standard error without a reader: progress and messages are dropped, and the command goes on."""
+"""Standard error without a reader: drop progress and messages, and let the command continue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 
 class Droppable:
-    """A stream that drops what cannot be written, because its reader is gone (``2>&1 | head -1``) or it is closed."""
+    """A stream that drops text if it cannot be written, because its reader is gone (``2>&1 | head -1``) or it is closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -29,7 +29,7 @@ class Droppable:
             self._drop()
 
     def _drop(self) -> None:
-        """From now on, write to nowhere; what is still buffered would fail again at exit."""
+        """From now on write to /dev/null, because flushing buffered text at exit would fail again."""
         to_nowhere(self.stream)
         self.stream = open(os.devnull, "w")  # noqa: SIM115
 
@@ -38,14 +38,14 @@ class Droppable:
 
 
 def to_nowhere(stream: TextIO) -> None:
-    """Let a stream's file descriptor write to nowhere."""
+    """Redirect a stream's file descriptor to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def fill_closed_descriptors() -> None:
-    """Open the standard streams that were closed before the start (``2>&-``), so that no file of a run gets their number."""
+    """Open standard streams that were closed at the start (``2>&-``), so that no file of a run gets their descriptor."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -58,7 +58,7 @@ def fill_closed_descriptors() -> None:
 
 @contextmanager
 def droppable_stderr() -> Iterator[None]:
-    """Make standard error droppable; where it was closed before the start, it is None."""
+    """Make standard error droppable, also if it was closed at the start, when ``sys.stderr`` is None."""
     real = sys.stderr
     sys.stderr = Droppable(real if real is not None else open(os.devnull, "w"))  # noqa: SIM115
     try:

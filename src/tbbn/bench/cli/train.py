@@ -97,14 +97,14 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _only_seed(axes: Axes, layers: Sequence[Layer]) -> int | None:
-    """The seed, if all this is a single run."""
+    """The seed if there is only a single run, else None."""
     if axes.n_runs > 1:
         return None
     return axes.seeds[0] if axes.seeds else next((v["seed"] for _, v in reversed(layers) if "seed" in v), 0)
 
 
 def requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, str]:
-    """The runs asked for, the folder that holds them, and a recipe of them."""
+    """The requested runs, the folder for them, and their recipe."""
     from tbbn.bench.engine.validate import check_used
     from tbbn.bench.runs.pending import expand
     from tbbn.bench.runs.recipe import Axes, parse_seeds, read_recipe, recipe_text, split_names
@@ -156,7 +156,7 @@ def requested_runs(args: argparse.Namespace) -> tuple[list[PendingRun], Path, st
 
 
 def _ask_if_many(n_runs: int) -> None:
-    """Ask before a sweep that may be a slip of the keyboard; where nobody can answer, refuse it."""
+    """Ask for confirmation of a sweep so large that it may be a typing error. Raises if nobody can answer."""
     from tbbn.bench.runs.recipe import MANY_RUNS, check_number
 
     check_number(n_runs)
@@ -172,7 +172,7 @@ def _ask_if_many(n_runs: int) -> None:
 
 
 def _require_plugins(folders: Iterable[Path], *, unfinished: bool = False) -> None:
-    """Load what the runs in these folders need, or say which plugin is missing."""
+    """Load the plugins that the runs in these folders need; the error for a missing one names it."""
     from tbbn.bench.engine.plugins import require_plugins
     from tbbn.bench.runs.record import RECORD, load_or_restore
 
@@ -211,7 +211,7 @@ def _train(
 def train(
     runs: list[PendingRun], args: argparse.Namespace, *, overwrite: bool = False, recipe: str = ""
 ) -> tuple[int, list[Record]]:
-    """Do the runs with progress on standard error; the exit code, and the records.
+    """Do the runs with progress on standard error. Returns the exit code and the records.
 
     Raises :class:`TimeLimitReached` when the time of ``--time-limit`` is over and there is more to do.
     """
@@ -248,7 +248,7 @@ def train(
 
 
 def deadline(args: argparse.Namespace) -> float:
-    """When ``--time-limit`` ends; the same moment however often a command asks."""
+    """The time at which ``--time-limit`` ends. Fixed at the first call."""
     if not hasattr(args, "end"):
         args.end = time.monotonic() + parse_duration(args.time_limit) if args.time_limit else math.inf
     return float(args.end)
@@ -259,9 +259,9 @@ def _print_results(runs: list[PendingRun], records: list[Record], folder: Path, 
     from tbbn.bench.report.plots import figure
     from tbbn.bench.report.tables import summary_table
 
-    try:  # first: whoever reads the results may stop reading after a line
+    try:  # first, because the reader of the results may stop reading after a line
         drawn = printable(f"accuracy curves: {save_figure(figure(records), folder / 'accuracy.png')}")
-    except (UserError, OSError) as error:  # the runs are done: no picture is not a failure
+    except (UserError, OSError) as error:  # the runs are done, so a missing picture is not a failure
         reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
         drawn = ""
         print(printable(f"no picture: {reason}"), file=sys.stderr)
@@ -302,7 +302,7 @@ def _lanes(text: str) -> int | None:
 
 
 def _about_the_sweep_there(runs: list[PendingRun], *, joins: bool) -> list[str]:
-    """What becomes of a sweep in whose folder these runs are asked for."""
+    """A note on what happens to an existing sweep in the folder of these runs."""
     from tbbn.bench.runs.pending import forgotten
 
     folder = runs[0].directory.parent
@@ -319,7 +319,7 @@ def _about_the_sweep_there(runs: list[PendingRun], *, joins: bool) -> list[str]:
 
 
 def _what_is_there(runs: list[PendingRun], overwrite: bool) -> str:
-    """What the folders of these runs hold already."""
+    """A sentence on the existing contents of these runs' folders."""
     from tbbn.bench.runs.pending import check_folders, finished_record
     from tbbn.bench.runs.record import RECORD
 

@@ -1,4 +1,4 @@
-"""``tbbn verify``: check that the record of a run is true."""
+"""``tbbn verify``: verify the record of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _verify(args: argparse.Namespace) -> int:
     found = {folder: verify(folder, evaluate=evaluate, root=args.root) for folder in run_folders(args.runs)}
     if args.retrain_task is not None:
         for folder, findings in found.items():
-            if not any(finding.problem for finding in findings):  # a damaged record has nothing to compare with
+            if not any(finding.problem for finding in findings):  # there is nothing to compare with a damaged record
                 retrained = _retrain(folder, args.retrain_task - 1, args.from_start, args.root)
                 found[folder] = [*_without_losses(findings, args), *retrained]
     if args.json:
@@ -67,7 +67,7 @@ def _print_findings(folder: Path, findings: list[Finding]) -> None:
 
 
 def _subjects(findings: list[Finding]) -> list[str]:
-    """Each subject once, with all its tasks: accuracy after task 1, 2, 3."""
+    """Each subject once, with all its tasks, such as "accuracy after task 1, 2, 3"."""
     tasks: dict[str, list[str]] = {}
     for finding in findings:
         subject, task, number = finding.subject.partition(" task ")
@@ -76,7 +76,7 @@ def _subjects(findings: list[Finding]) -> list[str]:
 
 
 def _without_losses(findings: list[Finding], args: argparse.Namespace) -> list[Finding]:
-    """The findings, of which the one on losses is about the tasks that are not retrained."""
+    """The findings with the one on losses limited to tasks that are not retrained, or without it if all are."""
     from tbbn.bench.runs.verify import LOSSES
 
     n_tasks = sum(finding.subject.startswith("accuracy after task") for finding in findings)
