@@ -74,7 +74,7 @@ def run(
         out: a folder for the runs, as in ``tbbn run``: the same call resumes them. By default nothing is written, and the
             results are only in memory. A single run in the folder of a sweep gets its own folder there.
         overwrite: replace the runs in ``out`` instead of resuming them.
-        lanes: the number of runs in parallel on one GPU; "auto" or None finds the fastest.
+        lanes: the number of runs in parallel on one GPU; "auto" or None finds the fastest number.
         log: loggers, such as ``"tensorboard"`` (``tbbn list loggers``); requires ``out``.
         quiet: show no progress.
         settings: any other settings, dotted (``**{"train.epochs": 5}``) or nested (``train={"epochs": 5}``).

@@ -50,8 +50,8 @@ class BalancePlugin(SupervisedPlugin):
         self._classes[number], self._tasks[number] = classes, tasks
 
     def before_training_iteration(self, strategy: Any, **kwargs: Any) -> None:
-        # Wraps the forward itself instead of the time from before_forward to after_forward: some strategies add the memory rows
-        # in between, and other plugins forward their own rows there.
+        # Enter `balance` in the forward itself, not in before_forward: between before_forward and after_forward some strategies
+        # add the memory rows, and other plugins forward their own rows.
         self._restore(strategy)
         inner = strategy.model.forward
 
@@ -82,7 +82,7 @@ class BalancePlugin(SupervisedPlugin):
         return inner(x, *args, **kwargs)  # another plugin's rows, whose tasks are unknown: batch norm
 
     def _forward_both(self, strategy: Any, inner: Callable[..., Any], x: Tensor, *tasks: Tensor) -> Tensor:
-        """Run the batch and the replayed rows in one forward. The output for the latter is kept until the strategy asks."""
+        """Run the batch and the replayed rows in one forward, and keep the latter's output for the strategy's own call."""
         task_ids = torch.cat([strategy.mb_task_id, strategy.mb_buffer_tid])
         with self._balance(strategy, torch.cat([strategy.mb_y, strategy.mb_buffer_y]), task_ids):
             output = inner(torch.cat([x, strategy.mb_buffer_x]), *(task_ids for _ in tasks))

@@ -54,7 +54,7 @@ def population() -> tuple[Tensor, Tensor]:
 
 
 def toy() -> list[Outcome]:
-    """Train batch norm, continual norm and TBBN on the toy data; takes a second on a CPU."""
+    """Run batch norm, continual norm and TBBN on the toy data; takes a second on a CPU."""
     generator = torch.Generator().manual_seed(0)
     channels = 2 * COPIES
     norms = {

@@ -46,7 +46,7 @@ def write_set(root: Path, n_train: int = 3, side: int = 6) -> Path:
         ),
         ("--batch.ratio 0:1", r"both parts of the ratio must be at least 1, got 0:1"),
         ("--batch.size 99999999", r"batch\.size must be at most 1048576, got 99999999\."),
-        ("--data.crop 9", r"data\.crop must be at most 8, images being 8x8, got 9\."),
+        ("--data.crop 9", r"data\.crop must be at most 8 for images of 8x8, got 9\."),
         ("--data.size 100000", r"data\.size must be at most 4096, got 100000\."),
         ("--data.unreadable x", r"data\.unreadable must be fail or skip, got 'x'\."),
         ("--data.validation 0.0 --train.keep best", r"train\.keep = 'best' needs validation images"),

@@ -319,7 +319,7 @@ def test_all_parts_of_a_command_share_its_time_limit(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines()[-1] == (
-        "tbbn: time limit reached, all is saved but what the oracle experiment has of this seed; "
+        "tbbn: time limit reached, everything is saved except the oracle experiment on this seed; "
         "run the same command again to go on."
     )
     assert main((*words, "--time-limit", "1h")) == 0

@@ -112,6 +112,6 @@ def test_more_processes_than_gpus_are_refused_in_one_line(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    said = r"rank 2 of this machine has no GPU of its own: there are 2; start at most so many processes, or hide"
+    said = r"rank 2 has no GPU of its own: this machine has 2; start at most 2 processes on it, or hide"
     with pytest.raises(UserError, match=said), joining.joined():
         pass

@@ -375,7 +375,7 @@ def test_an_outline_of_the_data_is_made_with_the_settings_of_the_config(monkeypa
     setup.outline_source(tiny())
     assert asked.pop()[1]["size"] is None
     setup.outline_source(tiny(data__crop=8))
-    with pytest.raises(UserError, match=r"data\.crop must be at most 8, images being 8x8, got 9\."):
+    with pytest.raises(UserError, match=r"data\.crop must be at most 8 for images of 8x8, got 9\."):
         setup.outline_source(tiny(data__crop=9))
 
 

@@ -135,7 +135,7 @@ PHASES = "def phases(self, context):\n        from tbbn.bench.methods import Pha
         (LOSS, f"need_previous = True\n    {LOSS}", "nothing uses 'need_previous'; did you mean 'needs_previous'"),
         (LOSS, f"uses_memory = 'no'\n    {LOSS}", "uses_memory must be True or False, got 'no'"),
         (LOSS, PHASES.format("Phase()"), r"phases must return Phases, such as \(Phase\(\),\), got Phase\("),
-        (LOSS, PHASES.format("(Phase(loss='los'),)"), "phase 'train' minimises 'los', which is not there"),
+        (LOSS, PHASES.format("(Phase(loss='los'),)"), "phase 'train' minimises 'los', which the method lacks"),
         (LOSS, f"def make_head(self, n): ...\n    {LOSS}", "make_head must return a tbbn.bench.models.Head, got NoneType"),
         (RETURN, f"{RETURN}\n    def predict(self, output):\n        return output.logits.argmax(1)",
          r"predict must return scores \(10, 2\), a column for each class, got \(10,\)"),

@@ -52,7 +52,7 @@ def test_the_data_set_is_loaded_with_the_settings_of_the_config(monkeypatch: pyt
     setup.load_source(tiny(data__download=True), download=False)
     assert [options["download"] for _, options in asked] == [False, True, False]
     assert asked[-1][1]["size"] is None
-    with pytest.raises(UserError, match=r"data\.crop must be at most 8, images being 8x8, got 9\."):
+    with pytest.raises(UserError, match=r"data\.crop must be at most 8 for images of 8x8, got 9\."):
         setup.load_source(tiny(data__crop=9))
 
 

@@ -145,9 +145,7 @@ def test_what_cannot_be_exported_is_one_line(
     Path("mine").mkdir()
     Path("mine/notes.txt").touch()
     said = mistake(capsys, "export", str(run), "--out", "mine", "--overwrite")
-    assert "mine: holds something else than an export; choose another folder" in said and names(Path("mine")) == [
-        "notes.txt"
-    ]
+    assert "mine: is not an export; choose another folder" in said and names(Path("mine")) == ["notes.txt"]
     assert main(["export", str(run)]) == 0 and names(Path("exports/tiny")) == FILES
     assert main(["export", str(run)]) == 0  # of the same run: replaced
     run_saved(tiny(seed=1, data__stop_after=1, train__epochs=1), "tiny")

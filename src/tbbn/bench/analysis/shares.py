@@ -22,7 +22,7 @@ class Share:
     """The newest task's share in the running statistics of a batch, and the numbers of splits behind it."""
 
     exact: float  # the r that would balance the batch
-    splits: int | None  # r*, the rounded number by the rule; None for a norm without splits
+    splits: int | None  # r*, the number of splits that the rule allows; None for a norm without splits
     current: float  # share of the newest task; the past tasks share the rest equally
 
 

@@ -98,7 +98,7 @@ class _OracleProgress:
     def __call__(self, where: str) -> None:
         now = time.monotonic()
         if now >= self.end:
-            raise TimeLimitReached("all is saved but what the oracle experiment has of this seed")
+            raise TimeLimitReached("everything is saved except the oracle experiment on this seed")
         if not self.quiet and now >= self.said + 10:
             print(where, file=sys.stderr)
             self.said = now

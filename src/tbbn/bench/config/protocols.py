@@ -70,7 +70,7 @@ PAPER_DATA: dict[str, Values] = {
     "dissimilar": {"batch.augment": "padded-resized"},
     "imagenet100": {"memory.selection": "random", "data.class_order": "icarl"},  # the same order for every seed
 }
-# The authors ran PODNet and AFC in those methods' own programs; here with batches of 96 + 32.
+# PODNet and AFC were run in their own programs; here with batches of 96 + 32.
 _POD: Values = {
     "backbone": "resnet32-podnet",
     "data.validation": 0.0,

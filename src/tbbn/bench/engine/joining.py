@@ -27,10 +27,10 @@ def is_launched() -> bool:
 def joined() -> Iterator[ProcessRanks]:
     """Join the ranks of this launch for the duration of the block. Each gets its own GPU if there are any."""
     local, on_gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
-    if on_gpu and local >= torch.cuda.device_count():
+    if on_gpu and local >= (n_gpus := torch.cuda.device_count()):
         raise UserError(
-            f"rank {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; start at most so many "
-            "processes, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on CPUs."
+            f"rank {local} has no GPU of its own: this machine has {n_gpus}; start at most {n_gpus} processes on it, "
+            "or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on CPUs."
         )
     if on_gpu:
         torch.cuda.set_device(local)

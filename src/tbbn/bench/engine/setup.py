@@ -92,7 +92,7 @@ def _check_crop(config: RunConfig, source: Source) -> None:
     height, width = source.train.images.shape[2:]
     if config.data.crop > min(height, width):
         raise UserError(
-            f"data.crop must be at most {min(height, width)}, images being {height}x{width}, got {config.data.crop}."
+            f"data.crop must be at most {min(height, width)} for images of {height}x{width}, got {config.data.crop}."
         )
 
 

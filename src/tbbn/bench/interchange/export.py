@@ -155,7 +155,7 @@ def _check_place(out: Path, about: dict[str, Any], overwrite: bool) -> None:
     try:
         there = _read_about(out)
     except UserError:
-        raise UserError(f"{out}: holds something else than an export; choose another folder with --out.") from None
+        raise UserError(f"{out}: is not an export; choose another folder with --out.") from None
     if without_place(there["config"]) != without_place(about["config"]) and not overwrite:
         raise UserError(
             f"{out}: holds the export of another run; choose another folder with --out, or add --overwrite."

@@ -84,7 +84,7 @@ def checked_phases(name: str, method: Method, phases: object) -> tuple[Phase, ..
             raise UserError(f"{where}: needs a function loss{_arguments('loss')}, which returns the terms to minimise.")
         if not callable(getattr(method, phase.loss, None)):
             raise UserError(
-                f"{METHODS.place(name, method.phases)}: phase {phase.name!r} minimises {phase.loss!r}, which is not there."
+                f"{METHODS.place(name, method.phases)}: phase {phase.name!r} minimises {phase.loss!r}, which the method lacks."
             )
     return tuple(phases)
 

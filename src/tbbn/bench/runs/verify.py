@@ -65,7 +65,7 @@ class _Files:
 
 
 def _read(directory: Path) -> _Files:
-    """Read the files, and once more if the record changed meanwhile, because another process may be training."""
+    """Read the files, and repeat this if the record changed meanwhile, because another process may be training."""
     while True:
         files = _Files(read_limited(directory / RECORD, LARGEST))
         for name in (checkpoint.NEWEST, checkpoint.PREVIOUS, *sorted(f.name for f in directory.glob(checkpoint.TASKS))):
