@@ -64,7 +64,9 @@ def test_rows_change_places() -> None:
 
 
 def test_an_online_run_is_tried_with_past_rows_only() -> None:
-    run = finish(tiny(norm="tbbn", data__online=True, memory__budget=8, data__name="synthetic:6x24x5x8", batch__size=12))
+    run = finish(
+        tiny(norm="tbbn", data__online=True, memory__budget=8, data__name="synthetic:6x24x5x8", batch__size=12)
+    )
     stored, old = run.memory.index.clone(), run.scenario.tasks[-1].classes.start
     past = int((run.train_data.labels[stored] < old).sum())
     assert 0 < past < len(stored) == run.memory.budget  # the reservoir is full, and holds new rows too

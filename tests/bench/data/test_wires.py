@@ -311,7 +311,9 @@ def test_a_download_that_brings_nothing_says_so(tmp_path: Path, monkeypatch: pyt
             asked.append((split, download))
 
     monkeypatch.setattr(official, "torchvision", lambda: type("Vision", (), {"datasets": Datasets}))
-    with pytest.raises(UserError, match=r"svhn: no data under .* \(the download did not contain it\); place train_32x32.mat"):
+    with pytest.raises(
+        UserError, match=r"svhn: no data under .* \(the download did not contain it\); place train_32x32.mat"
+    ):
         loading.load("svhn", tmp_path / "new/data")
     assert asked == [("train", True), ("test", True)] and entry.paths == ("train_32x32.mat", "test_32x32.mat")
 

@@ -28,7 +28,9 @@ def digits(name: str = "digits", size: int | None = None) -> Source:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UserError("digits: scikit-learn is required, which contains the images; pip install scikit-learn") from error
+        raise UserError(
+            "digits: scikit-learn is required, which contains the images; pip install scikit-learn"
+        ) from error
     bunch = load_digits()
     images = torch.as_tensor(bunch.images).mul(255 / 16).round().to(torch.uint8).unsqueeze(1)
     labels = torch.as_tensor(bunch.target).long()
