@@ -29,7 +29,7 @@ def digits(name: str = "digits", size: int | None = None) -> Source:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise UserError(
-            "digits: scikit-learn is required, which contains the images; pip install scikit-learn"
+            "digits: scikit-learn is required, because it contains the images; pip install scikit-learn"
         ) from error
     bunch = load_digits()
     images = torch.as_tensor(bunch.images).mul(255 / 16).round().to(torch.uint8).unsqueeze(1)
