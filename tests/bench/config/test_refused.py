@@ -141,3 +141,35 @@ def test_a_quirk_may_be_for_one_run_of_several() -> None:
     of = [resolve(("test", {"quirks": ["no-affine"], "norm.name": norm})) for norm in ("tbbn", "gn")]
     check_used([], of)
     check_used([], [resolve(("test", {**LUCIR, "data.name": "imagenet100"}))])
+
+
+ONCE: dict[str, Any] = {"train.epochs": 1, "train.scale": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (ONCE, "train.scale = 0.1 shortens nothing: every phase of method 'ft' has 1 epoch"),
+        ({"train.epochs": 4, "train.scale": 0.9}, "every phase of method 'ft' has 4 epochs"),
+        (
+            {**ONCE, "train.scale": 0.9, "train.first.epochs": 3, "method.name": "lucir"},
+            "method 'lucir' has 1 or 3 epochs",
+        ),
+        ({**ONCE, "method.name": "eeil", "memory.budget": 0}, "every phase of method 'eeil' has 1 epoch"),
+        ({**ONCE, "method.name": "eeil", "data.stop_after": 1}, "every phase of method 'eeil' has 1 epoch"),
+    ],
+)
+def test_a_scale_that_shortens_no_phase_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_used([], [resolve(("test", {"train.epochs": 4, "train.scale": 0.5})), resolve(("test", settings))])
+    assert said in str(caught.value) and str(caught.value).endswith("; leave the scale out.")
+
+
+def test_a_scale_that_shortens_one_phase_is_taken() -> None:
+    for settings in (
+        {"train.epochs": 4, "train.scale": 0.8},
+        {**ONCE, "train.first.epochs": 8},
+        {**ONCE, "method.name": "eeil"},  # its second phases are longer
+        {**ONCE, "train.scale": 1.0},
+    ):
+        check_used([], [resolve(("test", settings))])

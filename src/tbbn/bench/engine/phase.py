@@ -5,13 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tbbn.bench.config import RunConfig
-from tbbn.bench.methods import Phase
+from tbbn.bench.data.memory import ExemplarMemory
+from tbbn.bench.methods import Method, Phase, TaskContext
+
+
+@dataclass
+class _Beginning:
+    """The part of a TaskContext that needs no network, for methods to list their phases."""
+
+    number: int
+    memory: ExemplarMemory
+
+
+def known_phases(method: Method, task: int, memory: ExemplarMemory) -> tuple[Phase, ...] | None:
+    """The phases of a task (0-based) that begins with this memory, or None if they depend on the network."""
+    try:
+        return method.phases(cast(TaskContext, _Beginning(task, memory)))
+    except AttributeError:
+        return None
 
 
 @dataclass(frozen=True)

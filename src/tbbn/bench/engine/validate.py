@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from tbbn.bench.data.sampling import batch_layout
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine.evaluate import evaluated_rows
+from tbbn.bench.engine.phase import known_phases
 from tbbn.bench.engine.plugins import load_needed_plugins
 from tbbn.bench.engine.setup import device_of, image_shape, memory_of, method_of, ratio_of
 from tbbn.bench.methods import Method
@@ -60,6 +62,8 @@ def check_used(asked: Collection[str], configs: Sequence[RunConfig]) -> None:
     for name in asked:
         if reason := _unread(name, configs):
             raise UserError(f"{reason}; leave one of them out.")
+    for config in configs:
+        _check_scale(config)
     train = configs[0].train
     schedules = {train.schedule, train.of_task(0).schedule}
     unused = {
@@ -71,6 +75,28 @@ def check_used(asked: Collection[str], configs: Sequence[RunConfig]) -> None:
     for name, (is_unused, reason) in unused.items():
         if name in asked and is_unused:
             raise UserError(f"{name} has no effect with {reason}; leave one of them out.")
+
+
+def _check_scale(config: RunConfig) -> None:
+    """Raise if ``train.scale`` leaves every phase as long as it is: results would be marked as those of a shorter run."""
+    train = config.train
+    if train.scale == 1:
+        return
+    method, memory = method_of(config), memory_of(config)
+    full = replace(memory, index=torch.arange(memory.budget if method.uses_memory else 0))
+    epochs = set[int]()
+    for task in range(min(config.data.learnt_tasks, 2)):  # the first, and one with a memory
+        phases = known_phases(method, task, full if task else memory)
+        if phases is None:
+            return
+        own = train.of_task(task).epochs
+        epochs |= {own if phase.epochs is None else phase.epochs for phase in phases}
+    if all(train.scaled(n) == n for n in epochs):
+        counts = " or ".join(map(str, sorted(epochs)))
+        raise UserError(
+            f"train.scale = {train.scale:g} shortens nothing: every phase of method {config.method.name!r} has {counts} "
+            f"epoch{'' if counts == '1' else 's'}; leave the scale out."
+        )
 
 
 def _validate_unread(config: RunConfig) -> str:

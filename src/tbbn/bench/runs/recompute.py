@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tbbn.bench import metrics
 from tbbn.bench.config import RunConfig
-from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.scenario import Scenario
 from tbbn.bench.data.types import Source
 from tbbn.bench.engine.evaluate import confusion_of, evaluated_rows
-from tbbn.bench.engine.phase import PhaseSettings
+from tbbn.bench.engine.phase import PhaseSettings, known_phases
 from tbbn.bench.engine.plugins import without_plugins
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.setup import data_facts, full_batch, memory_of, method_of
-from tbbn.bench.methods import Method, TaskContext
+from tbbn.bench.methods import Method
 from tbbn.bench.runs.finding import Finding, compare
 
 
@@ -80,23 +79,13 @@ def _n_exemplars(config: RunConfig, method: Method, scenario: Scenario, task: in
     return int(torch.bincount(scenario.train_labels[rows].cpu()).clamp(max=quota).sum())
 
 
-@dataclass
-class _Beginning:
-    """The part of a TaskContext that needs no network, for methods to list their phases."""
-
-    number: int
-    memory: ExemplarMemory
-
-
 def _epochs(record: Record, method: Method, exemplars: list[int]) -> Finding:
     """Check that the history has every epoch with the right learning rate, perhaps also the first epochs of the next task."""
     config, wanted = record.run_config, []
     for task in range(len(record.accuracy) + 1):
         rows = torch.arange(exemplars[task - 1] if task else 0)
-        context = _Beginning(task, replace(memory_of(config), index=rows))
-        try:
-            phases = method.phases(cast(TaskContext, context))
-        except AttributeError:
+        phases = known_phases(method, task, replace(memory_of(config), index=rows))
+        if phases is None:
             return Finding("epochs in the history", not_checked=f"the phases of {config.method.name} need its network")
         for phase in phases:
             settings = PhaseSettings.of(config, phase, task)
