@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tbbn.bench.analysis.slots import NAMES, Slots, slots_table
 from tbbn.bench.config import resolve
 from tbbn.bench.engine.record import new_record
 from tbbn.bench.metrics import ERROR_TYPES
@@ -26,8 +24,6 @@ EXPERIMENTS = {  # by name: protocol, where the records are
     "clean": ("clean", "results/cifar100-ft-clean"),
 }
 TABLE1 = "results/cifar100-table1"  # every norm; of batch norm and TBBN the seeds that were repeated
-DRIFT = "results/cifar100-ft-last-drift.json"  # tbbn drift --images 200 --json of the same networks, by --view
-SLOTS = "results/cifar100-ft-last-slots.json"  # tbbn slots --json of the networks of "last", which are not kept here
 NEAREST_MEAN = "results/cifar100-podnet-nme/podnet-bn-0"  # as PODNet's authors configure the other classifier
 LAST_TASK_DISTILLED = "results/cifar100-ssil-quirk/ssil-bn-0"  # SS-IL with the quirk kd-last-task-only
 
@@ -109,7 +105,7 @@ def repetition() -> Table:
 
 
 def table1() -> Table:
-    return compare(find_tables("table1", "cifar100")[0], records_in(TABLE1) + _without_record())
+    return compare(find_tables("table1", "cifar100")[0], records_in(TABLE1) + without_record())
 
 
 def _table1_runs(pair: measured.Measured) -> dict[str, dict[int, measured.Matrix]]:
@@ -297,88 +293,23 @@ def late_gain(seed: int) -> float:
     return fmean(found["after"].values()) - fmean(found["before"].values())
 
 
-# Fine-tuning with the last epoch kept.
-
-
-def slots_over_seeds() -> Table:
-    """The slots of both norms, counted over all seeds, with the range over single seeds."""
-    runs = json.loads((ROOT / SLOTS).read_text())
-    of_norm = {norm: [run for run in runs if _norm_of(run) == norm] for norm in ("tbbn", "bn")}
-    total = slots_table(list(of_norm), [_slots(some) for some in of_norm.values()])
-    rows = []
-    for kind, row in zip(NAMES, total.rows, strict=True):
-        cells = [row[0]]
-        for at, cell in enumerate(row[1:]):
-            counts = [run[kind] for run in list(of_norm.values())[at // 2]]
-            seeds = [100 * count[("right", "past")[at % 2]] / count["images"] for count in counts]
-            cells.append(f"{cell} ({min(seeds):.0f} to {max(seeds):.0f})")
-        rows.append(tuple(cells))
-    return replace(total, rows=tuple(rows))
-
-
-def slot_images() -> str:
-    """The least and the most images of a row of the table of slots, in one run."""
-    counts = {run[kind]["images"] for run in json.loads((ROOT / SLOTS).read_text()) for kind in NAMES}
-    return f"{min(counts)} to {max(counts)}"
-
-
-def _slots(runs: list[dict[str, Any]]) -> Slots:
-    """The counts of these runs together."""
-    total = Slots()
-    for run in runs:
-        for kind, counts in ((kind, counts) for kind, counts in run.items() if kind != "directory"):
-            seen = getattr(total, kind)
-            for key, count in counts.items():
-                setattr(seen, key, getattr(seen, key) + count)
-    return total
-
-
-def _norm_of(run: dict[str, Any]) -> str:
-    """Of an entry in the files of `tbbn slots` and `tbbn drift`, whose folders are METHOD-NORM-SEED."""
-    return str(run["directory"]).split("-")[1]
-
-
-def drift() -> Table:
-    """Running statistics against the population, batch norm and TBBN."""
-    found = json.loads((ROOT / DRIFT).read_text())
+def errors_table(runs: list[Any]) -> Table:
+    """Error types after the last task, and accuracy with the task known, batch norm and TBBN."""
     rows = []
     for norm in ("bn", "tbbn"):
-        cells = []
-        for view in ("train", "test"):
-            seeds = [fmean(layer["mean"] for layer in run["layers"]) for run in found[view] if _norm_of(run) == norm]
-            cells.append(f"{fmean(seeds):.3f} ({min(seeds):.3f} to {max(seeds):.3f})")
-        rows.append((norm, *cells, f"{newest_in_statistics(norm):.2f}"))
-    header = ("norm", "mean off, sd: images as in training", "as in the test", "share of the newest task")
-    return Table(header, tuple(rows))
-
-
-def newest_in_statistics(norm: str) -> float:
-    """The share of the newest task in the running statistics, by their place between its mean and that of the others."""
-    runs = [run for run in json.loads((ROOT / DRIFT).read_text())["train"] if _norm_of(run) == norm]
-    return fmean(layer["newest"] for run in runs for layer in run["layers"])
-
-
-def errors_after_last_task() -> Table:
-    """Error types, and accuracy with the task known, of the runs that kept the last epoch."""
-    rows = []
-    for norm in ("bn", "tbbn"):
-        records = [r for r in records_in(EXPERIMENTS["last"][1]) if r.run_config.norm.name == norm]
-        errors = [f"{fmean(r.errors[-1][kind] for r in records):.0f}" for kind in ERROR_TYPES]
-        known = fmean(100 * r.metrics["task_il_final_accuracy"] for r in records)
+        records = [record for record in runs if record.run_config.norm.name == norm]
+        errors = [f"{fmean(record.errors[-1][kind] for record in records):.0f}" for kind in ERROR_TYPES]
+        known = fmean(100 * record.metrics["task_il_final_accuracy"] for record in records)
         rows.append((norm, *errors, f"{known:.1f}"))
-    return Table(
-        ("norm", *ERROR_TYPES, "accuracy with the task known, %"),
-        tuple(rows),
-        ("C: a class of the newest task, P: of a past one; P->C is a past class taken for a new one.",),
-    )
+    note = "C: a class of the newest task, P: of a past one; P->C is a past class taken for a new one."
+    return Table(("norm", *ERROR_TYPES, "accuracy with the task known, %"), tuple(rows), (note,))
 
 
-def said_new(norm: str) -> float:
-    """The share of test images, in percent, that runs with the last epoch kept take for one of the newest task's classes."""
-    records = [r for r in records_in(EXPERIMENTS["last"][1]) if r.run_config.norm.name == norm]
-    images, of_new = 10_000, 1_000  # test images of CIFAR-100, and of a task of ten classes
-    found = (of_new - record.errors[-1]["C->P"] + record.errors[-1]["P->C"] for record in records)
-    return 100 * fmean(found) / images
+def biased() -> measured.Paired:
+    """The past images that fine-tuning takes for new ones after the last task."""
+    runs = {(r.run_config.norm.name, r.run_config.seed): float(r.errors[-1]["P->C"]) for r in fine_tuned()}
+    seeds = sorted(seed for norm, seed in runs if norm == "bn")
+    return measured.Paired(*([runs[norm, seed] for seed in seeds] for norm in ("bn", "tbbn")))
 
 
 # All of them.
@@ -386,15 +317,15 @@ def said_new(norm: str) -> float:
 
 def all_records() -> list[Any]:
     folders = [*(source for _, source in EXPERIMENTS.values() if (ROOT / source).is_dir()), TABLE1]
-    return [record for source in folders for record in records_in(source)] + _without_record()
+    return [record for source in folders for record in records_in(source)] + without_record()
 
 
 def fine_tuned() -> list[Any]:
     """The runs of "best" as records."""
-    return [*_without_record(), *repeated().values()]
+    return [*without_record(), *repeated().values()]
 
 
-def _without_record() -> list[Any]:
+def without_record() -> list[Any]:
     """The runs of "best" of which only accuracies were kept, as records."""
     layers, _ = find_tables("table1", "cifar100")[0].layers()
     records = []
@@ -402,6 +333,7 @@ def _without_record() -> list[Any]:
         own = {"precision": "bf16", "method.name": run["method"], "norm.name": run["norm"], "seed": run["seed"]}
         record = new_record(resolve(*layers, ("run", own)))
         record.status, record.accuracy, record.task_il = "finished", run["accuracy"], run["task_il"]
+        record.errors = run["errors"]
         record.task_sizes = 10 * [10]
         records.append(record)
     return records

@@ -1,0 +1,75 @@
+"""The section of ``docs/results.md`` on the online scenario: its numbers and its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+from tbbn.bench.report.tables import Table
+from tbbn.paper import measured
+from tbbn.paper.published import compare, find_tables
+
+FOLDER = "results/cifar100-online"
+BACKBONE = "resnet18-reduced"
+
+
+def section(records: list[Any]) -> str:
+    """``records``: the runs in ``FOLDER``."""
+    (table,) = find_tables("online", "cifar100")
+    beside = compare(table, records, {"backbone": BACKBONE}, missing=False)
+    tbbn = {name: paired(records, "tbbn", metric) for name, metric in NUMBERS.items()}
+    return f"""## Online
+
+A single pass over 20 tasks, batches of 10 new and 10 stored images, a reservoir of 2000 images, fine-tuning. The network is the survey's reduced
+ResNet-18 (20 to 160 channels), on a CPU in float32. The groups of CN (8 and 16) do not divide its channels, so CN has no row here.
+
+{beside.render("md")}
+
+The paper prints a lower A_f with TBBN than with batch norm. Here TBBN minus batch norm is {tbbn["A_f"]} in A_f and {tbbn["A_a"]} in A_a.
+All norms, sorted by A_f, beside batch norm on the same seeds:
+
+{norms_table(records).render("md")}
+
+`tbbn(rule=uneven)` and `weighted` are ours: in a batch of 10 + 10 the paper's rule can only use the divisors of 10 as numbers of splits.
+"""
+
+
+def task_known(record: Any) -> float:
+    return fmean(record.task_il[-1])
+
+
+def _of(metric: Callable[[measured.Matrix], float]) -> Callable[[Any], float]:
+    return lambda record: metric(record.accuracy)
+
+
+NUMBERS: dict[str, Callable[[Any], float]] = {
+    **{name: _of(metric) for name, metric in measured.METRICS.items()},
+    measured.TASK_KNOWN: task_known,
+}
+
+
+def by_norm(records: list[Any]) -> dict[str, dict[int, Any]]:
+    """The records of each norm, by seed."""
+    found: dict[str, dict[int, Any]] = {}
+    for record in records:
+        found.setdefault(record.run_config.names[1], {})[record.run_config.seed] = record
+    return found
+
+
+def paired(records: list[Any], norm: str, number: Callable[[Any], float]) -> measured.Paired:
+    """A number of batch norm and of another norm, on the seeds that both have."""
+    bn, other = by_norm(records)["bn"], by_norm(records)[norm]
+    seeds = sorted(set(bn) & set(other))
+    return measured.Paired(*([100 * number(runs[seed]) for seed in seeds] for runs in (bn, other)))
+
+
+def norms_table(records: list[Any]) -> Table:
+    """The means of every norm, best final accuracy first, and its gain over batch norm."""
+    rows = []
+    for norm, runs in sorted(by_norm(records).items(), key=lambda item: -fmean(map(NUMBERS["A_f"], item[1].values()))):
+        means = [f"{100 * fmean(map(number, runs.values())):.1f}" for number in NUMBERS.values()]
+        gains = [str(paired(records, norm, NUMBERS[name])) if norm != "bn" else "" for name in ("A_f", "A_a")]
+        rows.append((norm, str(len(runs)), *means, *gains))
+    header = ("norm", "seeds", *NUMBERS, "A_f - bn's", "A_a - bn's")
+    return Table(header, tuple(rows), ("- bn's: mean difference on the same seeds, in points, and its 95 % interval.",))
