@@ -233,7 +233,7 @@ class Plan:
 class PlanOptions:
     """Variants of the plan; the default is the paper's layer.
 
-    ``case`` selects an ablation of the paper (Table 6): 1 balances only the running statistics, 2 only the normalisation,
+    ``case`` selects an ablation of the paper (Table 5): 1 balances only the running statistics, 2 only the normalisation,
     3 normalises every row with the average of the split statistics, 4 is batch norm except for the count in the unbiased
     variance. ``memory="own"`` normalises memory row ``m`` with split ``m mod r`` only, as the first preprint did.
     """
