@@ -76,7 +76,7 @@ from tbbn.bench.cli.main import main
         ("list", r"missing WHAT: one of methods, norms, .*, quirks; see tbbn list --help\."),
         ("data", r"missing ACTION: pack or check; see tbbn data --help\."),
         ("data pck", r"invalid choice: 'pck' \(choose from '?pack'?, '?check'?\)"),
-        ("data pack x", r"^tbbn: missing DEST: folder to pack into: .*; see tbbn data pack --help\."),
+        ("data pack x", r"^tbbn: missing DEST: output folder: .*; see tbbn data pack --help\."),
         ("show", r"missing RUN: the folder of a run, such as runs/demo/ft-tbbn-0; see tbbn show --help\."),
         ("report", r"missing RUN: folders of runs or sweeps; see tbbn report --help\."),
         ("show /nowhere", r"/nowhere: no run here; the folder of a run holds a record\.json\."),

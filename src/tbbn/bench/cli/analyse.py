@@ -22,24 +22,24 @@ _TRAINED = ("recipe", "norm", "method", "data", "seeds")  # options that say whi
 
 
 def add(command: Command) -> None:
-    line = "Show each task's share in the statistics of a norm, with r and r*. Trains nothing."
+    line = "Show the newest task's share in a norm's running statistics, with r and r*. Trains nothing."
     shares = command("shares", _shares, line, "tbbn shares --data cifar100 --norm bn,tbbn,tbbn(rule=current),weighted")
     _add_settings(shares, norm="bn,tbbn,weighted", method="method, options in brackets (default: ft)")
-    line = "Show how far the running statistics of saved runs are from those of all tasks in equal parts."
+    line = "Measure how far running statistics are from those with all tasks weighted equally."
     drift = command("drift", _drift, line, "tbbn drift runs/demo/ft-bn-0 runs/demo/ft-tbbn-0 --plot drift.png")
-    drift.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps, of the same backbone")
+    drift.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps with the same backbone")
     drift.add_argument("--images", type=int, default=0, metavar="N", help="use N images of each task (default: all)")
     drift.add_argument(
-        "--view", default="train", help="images as in training, augmented, or as in the test (default: train)"
+        "--view", default="train", help="preprocessing: train, with augmentation, or test (default: train)"
     )
-    line = "Show whether saved networks tell new images from past ones by their statistics."
+    line = "Test whether networks use the batch statistics to tell new images from past ones."
     slots = command("slots", _slots, line, "tbbn slots runs/demo/ft-tbbn-0 --batches 20")
     slots.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
     slots.add_argument("--batches", type=int, default=20, metavar="N", help="training batches to try (default: 20)")
     for made in (drift, slots):
         add_data_root(made)
-        made.add_argument("--task", type=int, metavar="N", help="look at the network after task N (default: the last)")
-    line = "Train, score the network after every epoch, and show which epoch each rule would keep."
+        made.add_argument("--task", type=int, metavar="N", help="use the network after task N (default: the last)")
+    line = "Train, evaluate after every epoch, and show which epoch each selection rule would keep."
     epochs = command(
         "epochs", _epochs, line, "tbbn epochs --protocol paper --data digits --data.validation 0.1 --plot epochs.png"
     )

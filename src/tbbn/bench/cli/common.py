@@ -49,7 +49,7 @@ def parse_duration(text: str) -> float:
 
 
 def add_data_root(command: argparse.ArgumentParser) -> None:
-    line = "folder of the data sets, where it is not that of the run"
+    line = "folder of the data sets (default: as in the run)"
     command.add_argument("--data.root", dest="root", metavar="PATH", help=line)
 
 

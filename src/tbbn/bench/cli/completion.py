@@ -40,7 +40,7 @@ class Known(NamedTuple):
 
 
 def add(command: Command) -> None:
-    line = "Print a script that completes this command line in your shell."
+    line = "Print a shell completion script."
     made = command("completion", _completion, line, "tbbn completion bash >> ~/.bashrc")
     made.add_argument("shell", metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
 

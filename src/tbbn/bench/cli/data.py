@@ -16,26 +16,28 @@ _PACK = """Decode a folder of images once, into files that runs memory-map: SOUR
 (or test/), or Tiny-ImageNet as published. An interrupted pack continues where it stopped.
 
 If all images have one size of at most --size, they are stored unchanged. Otherwise they are resized so that the shorter side
-is --size, and cut to the centre square, like torchvision's Resize and CenterCrop. Evaluation then sees exactly what it
-would see without packing; random resized crops are drawn inside that square, not in the whole photograph."""
+is --size, and centre-cropped to a square, like torchvision's Resize and CenterCrop. Evaluation then sees exactly what it
+would see without packing; random resized crops are drawn inside that square, not in the whole image."""
 
 
 def add(command: Command) -> None:
     example = "tbbn data pack imagenet100 imagenet100-packed && tbbn run --data packed:imagenet100-packed"
-    data = command("data", _data, "Pack images for fast runs, and check packed sets.", example)
+    data = command("data", _data, "Pack images for fast loading, and check packed data sets.", example)
     raw = argparse.RawDescriptionHelpFormatter
     actions = data.add_subparsers(dest="action", required=True, metavar="ACTION", help="pack or check")
     made = actions.add_parser("pack", help="decode a folder of images once", description=_PACK, formatter_class=raw)
     made.epilog = "example: tbbn data pack tiny-imagenet-200 data/tiny-imagenet-packed --workers 8"
     made.set_defaults(call=_pack)
     made.add_argument("source", metavar="SOURCE", type=Path, help="folder that holds train/ and val/ or test/")
-    made.add_argument("dest", metavar="DEST", type=Path, help="folder to pack into: new, empty, or begun before")
+    made.add_argument("dest", metavar="DEST", type=Path, help="output folder: new, empty, or from an interrupted pack")
     made.add_argument("--size", type=int, default=256, help="shorter side of the stored images (default: 256)")
     made.add_argument("--workers", type=int, help="worker processes (default: one per core)")
-    made.add_argument("--classes", metavar="FILE", type=Path, help="text file that selects and orders classes")
-    made.add_argument("--split", type=float, default=0.0, help="without test images: fraction of each class to test on")
+    made.add_argument("--classes", metavar="FILE", type=Path, help="text file with the classes to use, in order")
+    made.add_argument(
+        "--split", type=float, default=0.0, help="fraction of each class's images for testing, if there is no test set"
+    )
     made.add_argument("--unreadable", default="fail", help="unreadable images: fail (default) or skip")
-    made.add_argument("--overwrite", action="store_true", help="replace a packed set of other images")
+    made.add_argument("--overwrite", action="store_true", help="replace a packed set of different images")
     made.add_argument("--json", action="store_true", help="print the result as JSON")
     made.add_argument("--quiet", action="store_true", help="show no progress")
     line = "Read a packed set completely and compare it with its checksums."

@@ -13,7 +13,7 @@ from tbbn.bench.cli.train import train
 
 
 def add(command: Command) -> None:
-    line = "The mechanism, the bench at work and the result on CIFAR-100, in about a minute."
+    line = "Show the mechanism, a small benchmark run and the CIFAR-100 results, in about a minute."
     made = command("demo", _demo, line, "tbbn demo --out /tmp/demo")
     made.add_argument("--out", default="runs", help="folder of all runs (default: runs)")
     made.add_argument("--quiet", action="store_true", help="hide progress")

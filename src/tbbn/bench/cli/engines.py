@@ -22,13 +22,16 @@ _FOR = {"address": ("ray",), "workers": ("ray", "slurm"), "job": ("slurm",)}  # 
 
 def add_engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--engine", choices=("local", *_PACKAGES), default="local", help="where to train: here, or on a cluster"
+        "--engine",
+        choices=("local", *_PACKAGES),
+        default="local",
+        help="where to train: this machine, or a Ray or SLURM cluster",
     )
-    command.add_argument("--address", help="of a Ray cluster: auto, or HOST:PORT (default: start Ray on this machine)")
+    command.add_argument("--address", help="Ray cluster: auto, or HOST:PORT (default: start Ray on this machine)")
     command.add_argument(
         "--workers",
         type=int,
-        help="processes at work at a time on a cluster, each with a bundle of runs (default: as many as fit)",
+        help="processes to run at a time on the cluster; each trains a bundle of runs (default: as many as fit)",
     )
     command.add_argument(
         "--job", action="append", default=[], metavar="KEY=VALUE", help="SLURM option, such as partition=gpu"

@@ -13,7 +13,7 @@ from tbbn.errors import printable, unknown_name
 
 
 def add(command: Command) -> None:
-    what = command("list", _list, "List the methods, norms, data sets, ... to choose from.", "tbbn list methods")
+    what = command("list", _list, "List the available methods, norms, data sets, ...", "tbbn list methods")
     what.add_argument("what", metavar="WHAT", help=f"one of {', '.join(LISTS)}")
     what.add_argument("--json", action="store_true", help="print JSON")
     line = "Show one run: its accuracy matrix and every metric."
@@ -21,7 +21,7 @@ def add(command: Command) -> None:
     show.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/demo/ft-tbbn-0")
     show.add_argument("--format", default="text", help="text, md, csv or latex (default: text)")
     show.add_argument("--json", action="store_true", help="print the whole record as JSON")
-    show.add_argument("--follow", action="store_true", help="show accuracies while the run trains, until it ends")
+    show.add_argument("--follow", action="store_true", help="show accuracies live while the run trains")
     line = "Show versions, device, available data sets and free disk space."
     health = command("doctor", _doctor, line, "tbbn doctor --root data")
     health.add_argument("--root", default="data", help="folder of the data sets (default: data)")

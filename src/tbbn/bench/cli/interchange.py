@@ -14,7 +14,7 @@ _IMPORT_EXAMPLE = "tbbn import facil -- --approach lucir --num-tasks 10 --nc-fir
 
 
 def add(command: Command) -> None:
-    line = "Turn FACIL's flags or PyCIL's JSON into a recipe, and say what differs."
+    line = "Convert FACIL flags or a PyCIL JSON config to a recipe, and list the differences."
     made = command("import", _import, line, _IMPORT_EXAMPLE)
     made.set_defaults(takes_rest=True)
     made.add_argument("program", metavar="PROGRAM", help="facil (its flags after --) or pycil (its JSON file)")
@@ -22,15 +22,15 @@ def add(command: Command) -> None:
     made.add_argument(
         "--out", metavar="RECIPE.toml", help="the recipe to write (default: PROGRAM.toml, or FILE with .toml)"
     )
-    made.add_argument("--overwrite", action="store_true", help="replace the recipe if it is there")
-    made.add_argument("--json", action="store_true", help="print what was taken over as JSON")
-    line = "Write a trained network as safetensors and ONNX with plain batch norm, and a model card."
+    made.add_argument("--overwrite", action="store_true", help="overwrite an existing recipe")
+    made.add_argument("--json", action="store_true", help="print the converted settings as JSON")
+    line = "Export a network with plain batch norm to safetensors and ONNX, with a model card."
     made = command("export", _export, line, "tbbn export runs/demo/ft-tbbn-0")
     made.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
-    made.add_argument("--task", type=int, help="the network after this task, from 1 (default: the last one learnt)")
     made.add_argument(
-        "--out", metavar="FOLDER", type=Path, help="folder to write (default: exports/ and the run's name)"
+        "--task", type=int, help="export the network after this task, from 1 (default: the last one learnt)"
     )
+    made.add_argument("--out", metavar="FOLDER", type=Path, help="output folder (default: exports/NAME-OF-RUN)")
     made.add_argument("--overwrite", action="store_true", help="replace the export of another run")
     add_data_root(made)
     made.add_argument("--json", action="store_true", help="print what was written and checked as JSON")

@@ -20,12 +20,10 @@ _MANY = 10  # more pictures than this take several seconds
 
 
 def add(command: Command) -> None:
-    line = "Show many runs: a table of mean ± std over seeds, figures, or one HTML page with everything."
+    line = "Summarise runs: a table of mean ± std over seeds, figures, or an HTML page with everything."
     made = command("report", _report, line, "tbbn report runs/demo --html demo.html")
     made.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
-    made.add_argument(
-        "--metrics", metavar="NAMES", help="columns in this order, such as A_f,A_a,FM (default: the usual)"
-    )
+    made.add_argument("--metrics", metavar="NAMES", help="metrics to show, in this order, such as A_f,A_a,FM")
     made.add_argument(
         "--format",
         default="text",
@@ -39,7 +37,7 @@ def add(command: Command) -> None:
         "--drift",
         type=int,
         metavar="N",
-        help="page: also measure the drift of statistics, on N images a task; needs the data",
+        help="with --html or --files: measure the drift of statistics on N images per task; needs the data",
     )
     made.add_argument(
         "--files", metavar="FOLDER", help="also write every figure as SVG and PNG, every table as LaTeX and CSV"

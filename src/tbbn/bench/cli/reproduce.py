@@ -28,12 +28,14 @@ _TRAINING = ("dry_run", "lanes", "time_limit", "log", "engine", "address", "work
 
 
 def add(command: Command) -> None:
-    line = "Repeat a table or figure of the paper: run what is missing, then print the paper's numbers beside ours."
+    line = (
+        "Reproduce a table or figure of the paper: train the missing runs, then print our numbers next to the paper's."
+    )
     made = command("reproduce", _reproduce, line, "tbbn reproduce table1 --norm bn,tbbn --seeds 3 --precision bf16")
     made.set_defaults(takes_settings=True)
     made.add_argument("name", metavar="NAME", help=f"one of: {', '.join(names())}")
-    made.add_argument("--data", help="data set, where the paper has several: cifar100 or imagenet100")
-    made.add_argument("--scale", type=float, default=1.0, help="fraction of the epochs to train; stamped on the output")
+    made.add_argument("--data", help="data set, if the paper uses several: cifar100 or imagenet100")
+    made.add_argument("--scale", type=float, default=1.0, help="fraction of the epochs to train; shown in the output")
     made.add_argument("--keep", choices=("best", "last"), help="epoch to keep (default: as the authors did)")
     made.add_argument("--method", help="only these methods of the table, comma-separated")
     made.add_argument("--norm", help="only these norms of the table, comma-separated")
@@ -42,7 +44,9 @@ def add(command: Command) -> None:
     made.add_argument("--out", default="runs", help="folder of all runs (default: runs)")
     made.add_argument("--format", default="text", help="text, md, csv or latex (default: text)")
     made.add_argument(
-        "--dry-run", action="store_true", help="say what would run, how long and how large; train nothing"
+        "--dry-run",
+        action="store_true",
+        help="show the runs to train, with estimated time and disk space; train nothing",
     )
     add_progress_options(made, lanes="auto")
     may_refuse(made, *_CHOOSING, *_TRAINING, "out")

@@ -24,7 +24,7 @@ def add(command: Command) -> None:
     speed.add_argument("--norm", default="bn,tbbn", help="norms, comma-separated (default: bn,tbbn)")
     speed.add_argument("--precision", help="fp32, tf32, bf16, comma-separated (default: fp32; on a GPU tf32,bf16)")
     speed.add_argument(
-        "--lanes", help="numbers of parallel runs, comma-separated; 0: skip (default: 1; on a GPU 1,4,8)"
+        "--lanes", help="numbers of parallel runs, comma-separated; 0 skips them (default: 1; on a GPU 1,4,8)"
     )
     speed.add_argument("--epochs", type=int, default=4, help="epochs per task in the parallel runs (default: 4)")
     speed.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")

@@ -43,9 +43,9 @@ _SWEEP_EXAMPLE = "tbbn sweep --data cifar100 --protocol paper --method ft,lucir 
 def add(command: Command) -> None:
     line = "Train and evaluate. Without arguments: a one-minute demo."
     _add_run_options(command("run", _run, line, _RUN_EXAMPLE), lanes="1")
-    line = "Like run, with as many runs in parallel on one GPU as raise throughput."
+    line = "Like run, but with as many runs in parallel on one GPU as increase throughput."
     _add_run_options(command("sweep", _run, line, _SWEEP_EXAMPLE), lanes="auto")
-    line = "Continue interrupted runs, and start the runs of a sweep that had not started."
+    line = "Resume interrupted runs, and start the remaining runs of a sweep."
     resume = command("resume", _resume, line, "tbbn resume runs/demo")
     resume.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
     add_data_root(resume)
@@ -70,7 +70,7 @@ def _add_run_options(run: argparse.ArgumentParser, lanes: str) -> None:
     run.add_argument("--method", help="methods, comma-separated, options in brackets: ft,eeil(kd=2)")
     run.add_argument("--data", help="data set: cifar100, folder:PATH, ... (tbbn list datasets)")
     run.add_argument("--seeds", help="number of seeds, or a list: 3, or 0,1,2")
-    run.add_argument("--name", help="folder under --out (default: made from the settings)")
+    run.add_argument("--name", help="folder under --out (default: derived from the settings)")
     run.add_argument("--out", default="runs", help="folder of all runs (default: runs)")
     run.add_argument(
         "--dry-run", action="store_true", help="print the config and the steps of each task; train nothing"

@@ -22,7 +22,7 @@ def add(command: Command) -> None:
     verify.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs or sweeps")
     verify.add_argument("--retrain-task", type=int, metavar="N", help="also retrain task N and compare bit for bit")
     verify.add_argument("--from-start", action="store_true", help="with --retrain-task: retrain tasks 1 to N")
-    line = "do not evaluate the saved networks again (on a CPU it may take minutes)"
+    line = "do not re-evaluate the saved networks (may take minutes on a CPU)"
     verify.add_argument("--no-evaluation", action="store_true", help=line)
     add_data_root(verify)
     verify.add_argument("--json", action="store_true", help="print JSON")
