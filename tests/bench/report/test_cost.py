@@ -10,6 +10,7 @@ from tbbn.bench.engine.record import Record
 from tbbn.bench.report.cost import cost_table, duration
 from tbbn.bench.report.groups import groups
 from tbbn.bench.report.settings import common_table, differences_table, environment_table
+from tbbn.bench.runs.recipe import parse_choice
 
 TWO = [[0.9], [0.5, 0.7]]
 
@@ -29,9 +30,17 @@ def test_the_cost_is_the_mean_over_seeds() -> None:
     cut.status = "interrupted"
     first, second = cost_table(groups([*runs, cut])).rows
     # The 24 images of a task fit into a batch of 32, or into the 24 current rows of one: one step an epoch, 4 in all.
-    assert first == ("ft + bn", "15.0 s", "4", "3.75", "3750.00", "4", "8", "x86_64")
+    assert first == ("ft + bn", "15.0 s", "4", "3.75", "3750.00", "-", "8", "x86_64")
     assert any(note.startswith("Memory is not recorded: ") for note in cost_table(groups(runs)).notes)
     assert second[1:5] == ("1 min 30 s", "4", "22.50", "22500.00") and second[-1] == "H200"
+
+
+def test_only_norms_that_split_have_a_number_of_splits() -> None:
+    norms = ("bn", "cn", "adab2n", "tbbn", "tbbn(case=1)")
+    runs = [timed(10, 4, **{k.replace(".", "__"): v for k, v in parse_choice("norm", norm).items()}) for norm in norms]
+    unknown = timed(10, 4)
+    unknown.config = {**unknown.config, "norm": {"name": "of_a_missing_plugin"}}
+    assert [row[5] for row in cost_table(groups([*runs, unknown])).rows] == ["-", "-", "-", "4", "4", "-"]
 
 
 def test_steps_that_cannot_be_known_are_left_out() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tbbn.bench.engine.forecast import forecast
 from tbbn.bench.engine.record import Record
+from tbbn.bench.engine.setup import has_splits
 from tbbn.bench.report.groups import Group, blocks
 from tbbn.bench.report.table import Table
 from tbbn.errors import UserError
@@ -33,7 +34,7 @@ def cost_table(groups: Sequence[Group]) -> Table:
                 f"{epochs:.0f}",
                 f"{seconds / epochs:.2f}" if epochs else "-",
                 f"{1000 * seconds / steps:.2f}" if steps else "-",
-                str(max(finished[0].splits, default=1)),
+                str(max(finished[0].splits, default=1)) if _norm_splits(group) else "-",
                 str(max(record.exemplars[-1] for record in finished)),
                 ", ".join(devices),
             )
@@ -46,6 +47,14 @@ def cost_table(groups: Sequence[Group]) -> Table:
         "step with each norm, relative to batch norm.",
     )
     return Table(header, tuple(rows), notes, "l" + "r" * 6 + "l", "Cost of a run.")
+
+
+def _norm_splits(group: Group) -> bool:
+    """Whether the norm has splits: records have the paper's r* for every norm."""
+    try:
+        return has_splits(group.config)
+    except (UserError, OSError):  # a plugin is missing here
+        return False
 
 
 def _steps(runs: Sequence[Record]) -> int:
