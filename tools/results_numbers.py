@@ -24,6 +24,7 @@ EXPERIMENTS = {  # by name: protocol, where the records are
     "clean": ("clean", "results/cifar100-ft-clean"),
 }
 TABLE1 = "results/cifar100-table1"  # every norm; of batch norm and TBBN the seeds that were repeated
+H200 = "results/h200.json"  # tbbn speed --json and more
 NEAREST_MEAN = "results/cifar100-podnet-nme/podnet-bn-0"  # as PODNet's authors configure the other classifier
 LAST_TASK_DISTILLED = "results/cifar100-ssil-quirk/ssil-bn-0"  # SS-IL with the quirk kd-last-task-only
 
