@@ -67,16 +67,20 @@ class DataConfig:
     name: str = setting("digits", "data set; tbbn list datasets shows them all")
     root: str = setting("data", "folder of the data sets, and where downloads go")
     download: bool = setting(True, "download missing data")
-    unreadable: str = setting("fail", "an unreadable image file stops the run, or is skipped", choices=("fail", "skip"))
+    unreadable: str = setting(
+        "fail", "on an unreadable image file: stop the run, or skip the file", choices=("fail", "skip")
+    )
     split: float = setting(
         0.0, "folder without train/ and test/: fraction of each class's images for testing", least=0, below=1
     )
-    size: int = setting(0, "side of the stored images; 0 keeps the original size", least=0, most=4096)
-    crop: int = setting(0, "side of the network's input; 0 is the stored size", least=0, most=4096)
-    tasks: int = setting(5, "number of tasks the classes are divided into", least=1, most=_MANY)
+    size: int = setting(0, "side of the stored images in pixels; 0 keeps the original size", least=0, most=4096)
+    crop: int = setting(0, "side of the network's input in pixels; 0 uses the stored size", least=0, most=4096)
+    tasks: int = setting(5, "number of tasks to split the classes into", least=1, most=_MANY)
     stop_after: int = setting(0, "train only this many tasks; 0 trains all", least=0, most=_MANY)
-    base_classes: int = setting(0, "classes of the first task; 0 divides all classes evenly", least=0, most=_MANY)
-    class_order: str = setting("seed", "order of the classes: seed, natural, icarl, or class numbers as 3,1,0,2")
+    base_classes: int = setting(
+        0, "number of classes in the first task; 0 splits all classes evenly", least=0, most=_MANY
+    )
+    class_order: str = setting("seed", "order of the classes: seed, natural, icarl, or class numbers such as 3,1,0,2")
     class_order_seed: int = setting(
         -1, "seed of the class order; -1 uses the seed of the run", least=-1, most=2**32 - 1
     )
@@ -86,7 +90,7 @@ class DataConfig:
     online: bool = setting(False, "online learning: a single pass over each task")
     stream: str = setting(
         "auto",
-        "read a packed data set during training; auto streams what does not fit in memory",
+        "stream a packed data set from disk during training; auto: only if it does not fit in memory",
         choices=("auto", "yes", "no"),
     )
     test: str = setting(
@@ -113,8 +117,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    budget: int = setting(100, "exemplars in total; 0 disables the memory", least=0, most=2**31)
-    per_class: bool = setting(False, "the budget counts per class, not in total")
+    budget: int = setting(100, "total number of exemplars; 0 disables the memory", least=0, most=2**31)
+    per_class: bool = setting(False, "budget is per class, not in total")
     rounding: str = setting("floor", "rounding of budget / classes", choices=("floor", "ceil"))
     selection: str = setting(
         "herding",
@@ -130,11 +134,11 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    size: int = setting(64, "rows of a batch, memory rows included", least=2, most=_MANY)
-    ratio: str = setting("3:1", "current rows to memory rows in a batch")
+    size: int = setting(64, "batch size, including memory rows", least=2, most=_MANY)
+    ratio: str = setting("3:1", "ratio of current rows to memory rows in a batch")
     length: str = setting(
         "longer",
-        "what sets the length of an epoch: the current task, the memory, or the longer of the two",
+        "an epoch is one pass over the current task, the memory, or the longer of the two",
         choices=("longer", "current", "memory"),
     )
     last: str = setting("short", "use a short last batch, or drop it", choices=("short", "drop"))
@@ -161,14 +165,16 @@ class BatchConfig:
 class FirstTaskConfig:
     """Settings of the first task, where they differ from those of later tasks."""
 
-    epochs: int = setting(0, "first task: epochs; 0 is as in later tasks", least=0, most=_MANY)
-    lr: float = setting(0.0, "first task: learning rate; 0 is as in later tasks", least=0, most=_FLOAT)
+    epochs: int = setting(0, "epochs of the first task; 0: as in later tasks", least=0, most=_MANY)
+    lr: float = setting(0.0, "learning rate of the first task; 0: as in later tasks", least=0, most=_FLOAT)
     weight_decay: float = setting(
-        -1.0, "first task: weight decay; below 0 it is as in later tasks", least=-1, most=_FLOAT
+        -1.0, "weight decay of the first task; negative: as in later tasks", least=-1, most=_FLOAT
     )
-    schedule: str = setting("same", "first task: learning-rate schedule", choices=("same", *SCHEDULES))
-    milestones: tuple[float, ...] = setting((), "first task: milestones; none is as in later tasks", least=0, most=1)
-    gamma: float = setting(0.0, "first task: factor at each milestone; 0 is as in later tasks", least=0, most=_FLOAT)
+    schedule: str = setting("same", "learning-rate schedule of the first task", choices=("same", *SCHEDULES))
+    milestones: tuple[float, ...] = setting(
+        (), "milestones of the first task; empty: as in later tasks", least=0, most=1
+    )
+    gamma: float = setting(0.0, "decay factor of the first task; 0: as in later tasks", least=0, most=_FLOAT)
 
     def chosen(self) -> dict[str, Any]:
         """The settings that differ from those of later tasks."""
@@ -179,23 +185,23 @@ class FirstTaskConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     epochs: int = setting(20, "epochs per task", least=1, most=_MANY)
-    optimizer: str = setting(
-        "sgd", "optimiser; another one has other defaults of lr and weight_decay", choices=OPTIMIZERS
-    )
+    optimizer: str = setting("sgd", "optimiser; also sets the defaults of lr and weight_decay", choices=OPTIMIZERS)
     lr: float = setting(0.1, "learning rate at the start of each task", above=0, most=_FLOAT)
     momentum: float = setting(0.9, "momentum of SGD", least=0, most=_FLOAT)
     nesterov: bool = setting(False, "Nesterov momentum of SGD")
     betas: tuple[float, ...] = setting((0.9, 0.999), "decay rates of Adam's two moments", least=0, below=1)
     weight_decay: float = setting(5e-4, "weight decay, on every parameter", least=0, most=_FLOAT)
     schedule: str = setting("multistep", "learning-rate schedule", choices=SCHEDULES)
-    warmup: int = setting(0, "epochs in which the learning rate rises to its value", least=0, most=_MANY)
-    milestones: tuple[float, ...] = setting((0.5, 0.75), "multistep: fractions of the epochs", least=0, most=1)
-    gamma: float = setting(0.1, "multistep: factor at each milestone", above=0, most=_FLOAT)
+    warmup: int = setting(0, "number of warm-up epochs, with a linearly rising learning rate", least=0, most=_MANY)
+    milestones: tuple[float, ...] = setting(
+        (0.5, 0.75), "multistep: decay after these fractions of the epochs", least=0, most=1
+    )
+    gamma: float = setting(0.1, "multistep: decay factor at each milestone", above=0, most=_FLOAT)
     clip_norm: float = setting(0.0, "clip the gradient to this norm; 0 is off", least=0, most=_FLOAT)
     clip_value: float = setting(0.0, "clip each gradient entry to this value; 0 is off", least=0, most=_FLOAT)
     keep: str = setting(
         "last",
-        "epoch whose weights are kept; best is by the validation loss of the current task (joint: of all tasks so far)",
+        "epoch whose weights to keep; best: lowest validation loss on the current task (joint: on all tasks so far)",
         choices=("last", "best"),
     )
     scale: float = setting(1.0, "fraction of the epochs to train, in every phase of a method", above=0, most=1)
@@ -214,7 +220,7 @@ class TrainConfig:
 class SaveConfig:
     tasks: str = setting(
         "small",
-        "keep the state at the start of each task; small: only if the network is at most 8 MiB",
+        "save the state at the start of each task; small: only if the network is at most 8 MiB",
         choices=("small", "all", "none"),
     )
 
@@ -223,16 +229,16 @@ class SaveConfig:
 class RunConfig:
     protocol: str = setting("clean", "training protocol; paper trains as the authors did", choices=PROTOCOLS)
     quirks: tuple[str, ...] = setting((), "errors of the released code to reproduce", choices=tuple(QUIRKS))
-    plugins: tuple[str, ...] = setting((), "plugins to load: names of modules, or Python files")
+    plugins: tuple[str, ...] = setting((), "plugins to load: module names or Python files")
     seed: int = setting(0, "seed of all random numbers", least=0)
-    device: str = setting("auto", "cpu, cuda, cuda:N, mps or xpu; auto is cuda if there is one, else cpu")
+    device: str = setting("auto", "cpu, cuda, cuda:N, mps or xpu; auto: cuda if available, else cpu")
     precision: str = setting(
         "fp32",
         "precision of convolutions and matrix products; statistics stay float32",
         choices=("fp32", "tf32", "bf16"),
     )
-    autotune: bool = setting(False, "GPU: time cuDNN's algorithms first; faster, but not reproducible bit for bit")
-    threads: int = setting(0, "CPU threads; 0 leaves the number to torch", least=0, most=1024)
+    autotune: bool = setting(False, "cuDNN autotuning on GPUs; faster, but not bit-reproducible")
+    threads: int = setting(0, "number of CPU threads; 0 uses torch's default", least=0, most=1024)
     backbone: str = setting("small", "network; tbbn list backbones shows them all")
     norm: NormChoice = setting(NormChoice("bn"), "normalisation layer; tbbn list norms shows them all")  # noqa: RUF009
     method: MethodChoice = setting(MethodChoice("ft"), "method; tbbn list methods shows them all")  # noqa: RUF009
