@@ -3,7 +3,7 @@
 A method is a dataclass and declares options as fields; a norm is a class and declares them by annotating constructor arguments::
 
     kd: float = option(1.0, "weight of the distillation", least=0)
-    groups: Annotated[int, Option(help="groups of channels", least=1)] = 16
+    groups: Annotated[int, Option(help="number of channel groups", least=1)] = 16
 
 Every option is listed (``tbbn list``), checked (:func:`checked_options`) and written to a run's config.
 """

@@ -54,12 +54,12 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
         device: Any = None,
         dtype: Any = None,
         *,
-        max_tasks: Annotated[int, Option(help="tasks it can tell apart", least=1, most=2**20)] = 100,
+        max_tasks: Annotated[int, Option(help="maximum number of tasks", least=1, most=2**20)] = 100,
         kappa: Annotated[
             float, Option(help="decay of the running rate: 1 keeps it constant, 0 is a cumulative average", least=0)
         ] = 1.0,
         strength: Annotated[
-            float, Option(help="weight of the penalty on the distance of batch and running statistics", least=0)
+            float, Option(help="weight of the penalty on the distance between batch and running statistics", least=0)
         ] = 0.1,
     ) -> None:
         if momentum is None or not track_running_stats:

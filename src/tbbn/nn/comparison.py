@@ -150,10 +150,8 @@ class GroupNorm(nn.GroupNorm):
         device: Any = None,
         dtype: Any = None,
         *,
-        groups: Annotated[int, Option(help="groups of channels", least=1)] = 16,
-        channels_per_group: Annotated[
-            int, Option(help="channels in a group, instead of groups; 0 is off", least=0)
-        ] = 0,
+        groups: Annotated[int, Option(help="number of channel groups", least=1)] = 16,
+        channels_per_group: Annotated[int, Option(help="channels per group, instead of groups; 0 is off", least=0)] = 0,
     ) -> None:
         if channels_per_group:
             check_groups("gn", channels_per_group, num_features, "channels_per_group")
@@ -183,7 +181,7 @@ class ContinualNorm(AnyDims, AnyBatchNorm):
         self,
         num_features: int,
         *args: Any,
-        groups: Annotated[int, Option(help="groups of channels", least=1)] = 16,
+        groups: Annotated[int, Option(help="number of channel groups", least=1)] = 16,
         **kwargs: Any,
     ) -> None:
         check_groups("cn", groups, num_features)

@@ -33,12 +33,12 @@ _BUILT_IN: dict[str, tuple[_Classes, str]] = {
     "bn": (_PLAIN, "batch norm"),
     "in": (comparison.InstanceNorm, "instance norm"),
     "gn": (comparison.GroupNorm, "group norm"),
-    "sn": (comparison.SwitchableNorm, "switchable norm: a learnt mixture of instance, layer and batch statistics"),
+    "sn": (comparison.SwitchableNorm, "switchable norm: a learnt mix of instance, layer and batch statistics"),
     "brn": (comparison.BatchRenorm, "batch renormalisation"),
     "cn": (comparison.ContinualNorm, "continual norm: group norm, then batch norm"),
     "tbbn": (_BALANCED, "task-balanced batch norm"),
     "adab2n": (AdaptiveBalancedNorm, "adaptive balance of batch norm"),
-    "weighted": (_WEIGHTED, "batch norm with one set of statistics in which every task has the same weight"),
+    "weighted": (_WEIGHTED, "batch norm with one set of statistics that weights every task equally"),
 }
 for _name, (_norm, _description) in _BUILT_IN.items():
     # Importance-weighted batch norm has no splits: of the options it has batch norm's.

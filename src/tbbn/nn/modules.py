@@ -164,11 +164,14 @@ class PlannedNorm(BalancedNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
-        rule: Annotated[str, Option(help="number of splits (see tbbn.splits)", choices=RULES)] = "paper",
-        case: Annotated[int, Option(help="ablation of the paper, 1 to 4; 0 is the layer itself", least=0, most=4)] = 0,
+        rule: Annotated[str, Option(help="rule for the number of splits (see tbbn.splits)", choices=RULES)] = "paper",
+        case: Annotated[int, Option(help="ablation of the paper, 1 to 4; 0 is the full layer", least=0, most=4)] = 0,
         memory: Annotated[
             str,
-            Option(help="memory rows: averaged over all splits, or with their own", choices=("averaged", "own")),
+            Option(
+                help="normalise memory rows with statistics averaged over all splits, or with their own",
+                choices=("averaged", "own"),
+            ),
         ] = "averaged",
         total_variance: Annotated[bool, Option(help="add the variance between splits to the running variance")] = False,
         output_statistics: Annotated[

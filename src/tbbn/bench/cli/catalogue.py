@@ -37,7 +37,7 @@ def _methods() -> Listed:
 
 def _datasets() -> Listed:
     return _registered(DATASETS) | {
-        "A+B": {"line": "several of these one after the other, at 32x32 and in RGB", "origin": _BUILT_IN}
+        "A+B": {"line": "several of these in sequence, at 32x32 and in RGB", "origin": _BUILT_IN}
     }
 
 

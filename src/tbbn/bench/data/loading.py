@@ -123,7 +123,7 @@ _BUILT_IN: tuple[tuple[str, Callable[..., Source], str], ...] = (
     (
         "digits",
         bundled.digits,
-        "10 handwritten digits of scikit-learn, 1 442 + 355 grey images of 8x8; no download",
+        "10 handwritten digits from scikit-learn, 1 442 + 355 grey images of 8x8; no download",
     ),
     (
         "synthetic",
@@ -159,7 +159,7 @@ _BUILT_IN: tuple[tuple[str, Callable[..., Source], str], ...] = (
     (
         "arrays",
         arrays.arrays,
-        "arrays:DIGEST, what was passed to tbbn.run(data=...) in this process",
+        "arrays:DIGEST, the data passed to tbbn.run(data=...) in this process",
     ),
 )
 for _name, _read, _description in _BUILT_IN:

@@ -14,7 +14,7 @@ from tbbn.registry import LOGGERS
 
 __all__ = ["DEFAULT", "LOG", "Logger", "RunInfo", "RunLog", "make_loggers", "parse_names", "read_lines"]
 
-LOGGERS.register("jsonl", JsonLines, "log.jsonl in the folder of the run, a line for each epoch and task; always on")
+LOGGERS.register("jsonl", JsonLines, "log.jsonl in the folder of the run, one line per epoch and task; always on")
 LOGGERS.register("tensorboard", TensorBoard, "TensorBoard, in tensorboard/ in the folder of the run")
-LOGGERS.register("wandb", WeightsAndBiases, "Weights & Biases; WANDB_MODE=offline keeps it on this machine")
+LOGGERS.register("wandb", WeightsAndBiases, "Weights & Biases; WANDB_MODE=offline keeps logs on this machine")
 LOGGERS.register("mlflow", MLflow, "MLflow, to the server or folder of MLFLOW_TRACKING_URI")

@@ -29,14 +29,14 @@ def _name(stage: int) -> str:
     return f"importance_{stage}"
 
 
-@register_method("afc", "distillation of maps weighted by the importance of their channels, PODNet's classifier")
+@register_method("afc", "distillation of feature maps weighted by channel importance, PODNet's classifier")
 @dataclass(frozen=True)
 class Afc(ProxyMethod):
     importance_weight: float = option(
         4.0, "weight of the distillation (the authors use 4 for CIFAR-100, 10 for ImageNet)", least=0
     )
     importance_moves_statistics: bool = option(
-        False, "the importance pass moves the running statistics, as in the authors' program"
+        False, "the importance pass updates the running statistics, as in the authors' code"
     )
 
     def distillation(self, output: Output, previous: Output) -> Losses:

@@ -20,14 +20,14 @@ from tbbn.options import option
 from tbbn.registry import register_method
 
 
-@register_method("bic", "distillation, then a scale and an offset of the new logits fitted on held-out rows")
+@register_method("bic", "distillation, then a scale and an offset for the new logits, fitted on held-out rows")
 @dataclass(frozen=True)
 class BiasCorrection(Method):
     needs_previous = True
 
     temperature: float = option(2.0, "temperature of the distillation", above=0)
     held_out: float = option(0.1, "fraction of the rows held out for the second phase", above=0, below=1)
-    correction_epochs: int = option(200, "epochs of the second phase; 0 leaves it out", least=0)
+    correction_epochs: int = option(200, "epochs of the second phase; 0 skips it", least=0)
     offset_penalty: float = option(0.05, "weight of beta^2 in the second phase", least=0)
 
     def make_head(self, n_features: int) -> Head:

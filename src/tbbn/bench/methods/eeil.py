@@ -17,7 +17,7 @@ from tbbn.options import option
 from tbbn.registry import register_method
 
 
-@register_method("eeil", "distillation head by head, then a phase on class-balanced rows")
+@register_method("eeil", "distillation per head, then a class-balanced phase")
 @dataclass(frozen=True)
 class EndToEnd(Method):
     """``skip_newest_head`` leaves the first phase of the second task without distillation: there is only one past head."""
@@ -26,7 +26,7 @@ class EndToEnd(Method):
 
     kd: float = option(1.0, "weight of the distillation", least=0)
     temperature: float = option(2.0, "temperature of the distillation", above=0)
-    balanced_epochs: int = option(40, "epochs of the balanced phase; 0 leaves it out", least=0)
+    balanced_epochs: int = option(40, "epochs of the balanced phase; 0 skips it", least=0)
     balanced_lr_factor: float = option(0.1, "learning rate of the balanced phase, relative to the main phase", least=0)
     skip_newest_head: bool = option(
         False, "bug of released code: do not distil the newest past head in the first phase"

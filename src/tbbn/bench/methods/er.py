@@ -15,7 +15,7 @@ from tbbn.bench.models import Output
 from tbbn.registry import register_method
 
 
-@register_method("er", "experience replay: cross-entropy of the current and of the memory rows, each a mean of its own")
+@register_method("er", "experience replay: mean cross-entropy of the current rows plus that of the memory rows")
 @dataclass(frozen=True)
 class ExperienceReplay(Method):
     def loss(self, batch: Batch, output: Output, previous: Output | None) -> Losses:

@@ -40,7 +40,7 @@ def _own_scores(context: TaskContext, rows: Tensor) -> _Scores:
     return _Scores(means[:, 0], scores.amax(1).mean())
 
 
-@register_method("il2m", "fine-tuning, past scores rectified by statistics kept from when they were learnt")
+@register_method("il2m", "fine-tuning; scores of past classes are rectified by statistics stored when they were learnt")
 @dataclass(frozen=True)
 class Il2m(FineTune):
     def after_training(self, context: TaskContext) -> None:

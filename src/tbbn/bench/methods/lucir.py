@@ -38,7 +38,7 @@ class Lucir(Method):
     ranking: float = option(1.0, "weight of the margin ranking", least=0)
     margin: float = option(0.5, "margin between the cosine of the label and those of new classes", least=0)
     top_k: int = option(2, "new classes that each row of a past class is compared with", least=1)
-    imprint: bool = option(False, "start the weight of a new class at the mean feature of its images")
+    imprint: bool = option(False, "initialise the weight of a new class with the mean feature of its images")
 
     def make_head(self, n_features: int) -> Head:
         return CosineHead(n_features)  # holds the weights and eta

@@ -17,7 +17,7 @@ from tbbn.options import option
 from tbbn.registry import register_method
 
 
-@register_method("podnet", "distillation of pooled maps, a classifier of several proxies a class")
+@register_method("podnet", "distillation of pooled feature maps, classifier with several proxies per class")
 @dataclass(frozen=True)
 class PodNet(ProxyMethod):
     pod_flat: float = option(1.0, "weight of the distillation of the features (ImageNet: 10)", least=0)

@@ -32,13 +32,13 @@ class ProxyMethod(Method):
     last_relu = False  # features may be negative
 
     n_proxies: int = option(10, "proxies per class", least=1)
-    finetune_epochs: int = option(20, "epochs of the phase that trains the classifier alone; 0 leaves it out", least=0)
+    finetune_epochs: int = option(20, "epochs of the phase that trains only the classifier; 0 skips it", least=0)
     finetune_lr: float = option(0.05, "learning rate of that phase", above=0)
     classifier: str = option(
         "proxies", "predict by proxies, or by nme: the nearest mean of exemplars", choices=("proxies", "nme")
     )
     scale: float = option(
-        0.0, "fixed length of features and proxies in the similarity; 0 learns a scale eta instead", least=0
+        0.0, "fixed norm of features and proxies in the similarity; 0 learns a scale eta instead", least=0
     )
 
     def make_head(self, n_features: int) -> Head:

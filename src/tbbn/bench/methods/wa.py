@@ -21,7 +21,7 @@ from tbbn.options import option
 from tbbn.registry import register_method
 
 
-@register_method("wa", "distillation, then new weights rescaled to the length of old ones")
+@register_method("wa", "distillation, then the new classes' weights are rescaled to the norm of the old ones")
 @dataclass(frozen=True)
 class WeightAligning(Method):
     needs_previous = True

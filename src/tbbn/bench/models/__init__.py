@@ -38,7 +38,10 @@ _BUILT_IN: dict[str, tuple[str, Callable[..., Backbone]]] = {
     "resnet32": ("CIFAR ResNet, 3 x 5 blocks, 16-32-64 channels (the paper's)", partial(resnet.cifar_resnet, 32)),
     "resnet56": ("CIFAR ResNet, 3 x 9 blocks, 16-32-64 channels", partial(resnet.cifar_resnet, 56)),
     "resnet110": ("CIFAR ResNet, 3 x 18 blocks, 16-32-64 channels", partial(resnet.cifar_resnet, 110)),
-    "resnet32-podnet": ("PODNet's CIFAR ResNet: 5-5-4-1 blocks, no ReLU after a sum", resnet.podnet_resnet32),
+    "resnet32-podnet": (
+        "PODNet's CIFAR ResNet: 5-5-4-1 blocks, no ReLU after the residual sum",
+        resnet.podnet_resnet32,
+    ),
     "resnet18": ("ImageNet ResNet-18 (the paper's)", partial(resnet.imagenet_resnet, _DEPTHS_18)),
     "resnet34": ("ImageNet ResNet-34", partial(resnet.imagenet_resnet, _DEPTHS_34)),
     "resnet18-small": (

@@ -144,7 +144,7 @@ OFFICIAL = {
         lambda datasets, root: datasets.MNIST(root, download=True),
     ),
     "fashion-mnist": Official(
-        "10 kinds of clothes, 60 000 + 10 000 grey images of 28x28",
+        "10 types of clothing, 60 000 + 10 000 grey images of 28x28",
         ((0.2860,), (0.3530,)),
         tuple(f"FashionMNIST/raw/{file}" for file in _IDX),
         f"FashionMNIST/raw/ ({', '.join(_IDX)}, plain or .gz)",
@@ -152,7 +152,7 @@ OFFICIAL = {
         lambda datasets, root: datasets.FashionMNIST(root, download=True),
     ),
     "svhn": Official(
-        "10 digits of house numbers, 73 257 + 26 032 images of 32x32",
+        "10 digits from house numbers, 73 257 + 26 032 images of 32x32",
         ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
         ("train_32x32.mat", "test_32x32.mat"),
         "train_32x32.mat and test_32x32.mat",
