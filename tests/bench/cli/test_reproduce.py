@@ -145,7 +145,7 @@ def test_figures_of_runs_print_the_numbers_they_draw(
     records = {norm: [load_record(f) for f in path.parent.glob(f"ft-{norm}-*")] for norm in ("bn", "tbbn")}
     for norm, of_seeds in records.items():
         (row,) = (line.split() for line in said.out.splitlines() if line.startswith(f"ft + {norm} "))
-        assert float(row[3]) == round(sum(sum(record.errors[-1].values()) for record in of_seeds) / 2)
+        assert float(row[4]) == round(sum(sum(record.errors[-1].values()) for record in of_seeds) / 2)
 
     assert main(("reproduce", "fig-curves", *words, "--method", "ft", "--from", "runs", "--format", "csv")) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import csv
+import io
 import math
 import statistics
 from collections.abc import Sequence
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from records import record
 
 from tbbn.bench.engine.record import Record
 from tbbn.bench.report.curves import curves_table
+from tbbn.bench.report.errors import errors_table
 from tbbn.bench.report.figures import Panel, figure_of, save_figure
 from tbbn.bench.report.groups import groups
 from tbbn.bench.report.plots import KINDS, figure
@@ -162,7 +166,7 @@ def test_every_axis_is_named() -> None:
         "forgetting": {("tasks learnt", "forgetting F (points)")},
         "gain": {("tasks learnt", "difference (points)")},
         "matrix": {("accuracy (%) on task", "after task")},
-        "errors": {("wrong predictions, mean over seeds", "")},  # its bars are named by their norms
+        "errors": {("wrong predictions, mean ± std over n seeds", "")},  # its bars are named by their norms
     }
 
 
@@ -208,7 +212,7 @@ def test_errors_are_bars_of_four_parts() -> None:
     one, other = record(UP), record(UP, norm__name="gn")
     other.errors[-1] = {"C->C": 10, "C->P": 20, "P->C": 30, "P->P": 40}
     (axes,) = figure([one, other], "errors").axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["bn", "gn"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["bn, n=1", "gn, n=1"]
     assert axes.yaxis_inverted() and axes.get_xlim() == (0, 105)
     widths = [[bar.get_width() for bar in part] for part in axes.containers]
     assert widths == [[1, 10], [2, 20], [3, 30], [4, 40]]
@@ -216,10 +220,31 @@ def test_errors_are_bars_of_four_parts() -> None:
     assert axes.get_xlim() == (0, pytest.approx(105))
     cut = record(UP[:1], norm__name="cn", status="interrupted", data__tasks=2)
     (axes,) = figure([one, other, cut], "errors").axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["bn", "gn"], "not after the last task"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["bn, n=1", "gn, n=1"], "not after the last task"
     other.errors[-1] = dict.fromkeys(other.errors[-1], 0)
     (axes,) = figure([other], "errors").axes
     assert axes.get_xlim() == (0, 1)
+
+
+def test_errors_have_their_seeds_and_their_spread() -> None:
+    runs = [record(UP, seed=seed) for seed in (0, 1)] + [record(UP, norm__name="gn")]
+    runs[0].errors[-1] = {"C->C": 0, "C->P": 10, "P->C": 10, "P->P": 20}
+    runs[1].errors[-1] = {"C->C": 0, "C->P": 30, "P->C": 10, "P->P": 40}
+    found = groups(runs)
+    table = errors_table(found)
+    assert table.header[:3] == ("method + norm", "seeds", "errors")
+    # 40 and 80 errors; 20 * sqrt(2) = 28.3
+    assert table.rows[0][1:] == ("2", "60 ± 28", "0 ± 0 (0 %)", "20 ± 14 (33 %)", "10 ± 0 (17 %)", "30 ± 14 (50 %)")
+    assert table.rows[1][1:4] == ("1", "10", "1 (10 %)")
+    rows = list(csv.DictReader(io.StringIO(table.render("csv"))))
+    assert [rows[0][name] for name in ("errors", "errors std", "C->P", "C->P std")] == ["60", "28", "20 (33 %)", "14"]
+    assert [rows[1][name] for name in ("errors", "errors std", "C->P")] == ["10", "", "2 (20 %)"]
+    (axes,) = figure(runs, "errors").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["bn, n=2", "gn, n=1"]
+    (spreads,) = axes.collections
+    ends = [(left[0], right[0]) for left, right in spreads.get_segments()]
+    assert ends == [pytest.approx((60 - 20 * sqrt(2), 60 + 20 * sqrt(2))), (10, 10)]
+    assert axes.get_xlim()[1] == pytest.approx(1.05 * (60 + 20 * sqrt(2))), "the spread is not cut off"
 
 
 def test_error_bars_have_one_scale_for_each_data_set() -> None:

@@ -66,6 +66,7 @@ def records() -> list[Record]:
     ]
     found[5].message = "the loss is not finite | in task 2"
     found[6].message = "OSError: <no> space & more"
+    found[1].errors[-1] = {"C->C": 2, "P->P": 5, "C->P": 1, "P->C": 4}
     found[7].errors[-1] = {"C->C": 0, "P->P": 50, "C->P": 25, "P->C": 25}
     found[9].errors[-1] = {}
     found[10].skipped = ["a.png", "b.png"]
@@ -97,6 +98,10 @@ def drawn(panel: Panel) -> list[str]:
     for bars in axes.containers:
         widths = ", ".join(f"{bar.get_x():g} + {bar.get_width():g}" for bar in bars)
         lines.append(f"  bars {bars.get_label()}: {widths}; up to {right:g}")
+    if axes.containers:
+        lines.append("  named " + ", ".join(label.get_text().replace("\n", " ") for label in axes.get_yticklabels()))
+        spreads = [segment for lines in axes.collections for segment in lines.get_segments()]
+        lines += [f"  spread of bar {y:g}: {a:.2f} to {b:.2f}" for (a, y), (b, _) in spreads if a != b]
     if axes.texts:
         lines.append("  numbers " + ", ".join(f"{text.get_position()} {text.get_text()}" for text in axes.texts))
     return lines

@@ -81,7 +81,10 @@ def page(
             "matrix", "Accuracy matrices", "Accuracy on each task after each task, mean over seeds.",
             panels=tuple(matrix_panels(found)),
         ),
-        Section("errors", "Error types", "", (errors_table(found),), tuple(errors_panels(found))),
+        Section(
+            "errors", "Error types", "In the figure a line shows ± one standard deviation of all errors over seeds.",
+            (errors_table(found),), tuple(errors_panels(found)),
+        ),
         *before_cost,
         Section("cost", "Cost", "", (cost_table(found),)),
         Section("settings", "Settings", "", (differences_table(found),), folded=(common_table(found),)),

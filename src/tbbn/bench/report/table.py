@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from tbbn.errors import printable, unknown_name
 
 FORMATS = ("text", "md", "csv", "latex")
 SPREAD = " ± "
+_STD = re.compile(f"{SPREAD}(\\S+)")
 _MARKDOWN = {sign: "\\" + sign for sign in "\\|`*<["}
 
 
@@ -66,9 +68,10 @@ class Table:
         """As CSV, with mean and standard deviation in separate columns, so that programs can read the numbers."""
         columns: list[list[str]] = []
         for title, *cells in zip(self.header, *self.rows, strict=True):
-            columns.append([title, *(cell.partition(SPREAD)[0] for cell in cells)])
+            columns.append([title, *(_STD.sub("", cell) for cell in cells)])
             if any(SPREAD in cell for cell in cells):
-                columns.append([f"{title} std", *(cell.partition(SPREAD)[2] for cell in cells)])
+                spreads = map(_STD.search, cells)
+                columns.append([f"{title} std", *(found[1] if found else "" for found in spreads)])
         return csv_text(zip(*columns, strict=True))
 
     def _latex(self) -> str:
