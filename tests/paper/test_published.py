@@ -13,6 +13,7 @@ import pytest
 
 from tbbn.bench.config import resolve
 from tbbn.bench.engine.record import Record, new_record
+from tbbn.bench.report.tables import summary_table
 from tbbn.bench.runs.recipe import parse_choice
 from tbbn.errors import UserError
 from tbbn.paper import recipes
@@ -113,6 +114,15 @@ def test_ours_stand_beside_the_papers_with_their_spread_and_difference() -> None
     assert cells(records[:2], "ft + bn")[2:] == ("35.5 ± 0.7", "+0.1")  # and that of two says next to nothing
     assert cells(records, "ft + tbbn") == ("0", "38.46", "-", "-")
     assert cells([run_of("weighted", 0, 0.4)], "ft + weighted (ours)") == ("1", "-", "40.0", "-")
+
+
+def test_a_mean_at_a_tie_is_rounded_as_in_every_other_table() -> None:
+    """The mean is 35.65 %: 100 times the mean rounds up, the mean of 100 times each value rounds down."""
+    values = (0.3137, 0.3582, 0.3976)
+    assert f"{100 * fmean(values):.1f}" != f"{fmean(100 * value for value in values):.1f}"
+    records = [run_of("bn", seed, value) for seed, value in enumerate(values)]
+    (row,) = summary_table(records, ("final_accuracy",)).rows
+    assert cells(records, "ft + bn")[2] == row[2]
 
 
 def test_methods_are_blocks_and_the_best_of_ours_in_each_is_bold() -> None:

@@ -15,7 +15,7 @@ from tbbn.bench.metrics import FORMULAS
 from tbbn.bench.report.groups import Group, groups, repeated_note, stamp, without_seed
 from tbbn.bench.report.interval import signed
 from tbbn.bench.report.table import Table
-from tbbn.bench.report.tables import best_means
+from tbbn.bench.report.tables import best_means, mean_std
 from tbbn.bench.runs.recipe import Axes, Layer, parse_choice, read_recipe
 from tbbn.errors import UserError, unknown_name
 from tbbn.paper import find_recipe, printed_tables, table_names
@@ -281,13 +281,9 @@ def _cells(paper: float | None, ours: Sequence[float]) -> list[str]:
     printed = "-" if paper is None else f"{paper:.2f}"
     if not ours:
         return [printed, "-", "-"]
-    mean = statistics.fmean(ours)
-    if len(ours) == 1:
-        return [printed, f"{mean:.1f}", "-" if paper is None else signed(mean - paper)]
-    spread = statistics.stdev(ours)
-    text = f"{mean:.1f} ± {spread:.1f}"
+    mean, text = statistics.fmean(ours), mean_std(ours)
     if paper is None:
         return [printed, text, "-"]
     # The standard deviation of two seeds is next to meaningless.
-    within = len(ours) > 2 and abs(mean - paper) <= 2 * spread / sqrt(len(ours))
+    within = len(ours) > 2 and abs(mean - paper) <= 2 * statistics.stdev(ours) / sqrt(len(ours))
     return [printed, text, signed(mean - paper) + (" =" if within else "")]

@@ -20,8 +20,17 @@ def percent(values: Sequence[float]) -> str:
     >>> percent([0.5]), percent([0.5, 0.6])
     ('50.0', '55.0 ± 7.1')
     """
-    mean = f"{100 * statistics.fmean(values):.1f}"
-    return mean if len(values) == 1 else f"{mean}{SPREAD}{100 * statistics.stdev(values):.1f}"
+    return mean_std([100 * value for value in values])
+
+
+def mean_std(points: Sequence[float]) -> str:
+    """Mean and sample standard deviation. Every table takes them from here: 100 * mean can round to another digit.
+
+    >>> mean_std([50.0]), mean_std([50.0, 60.0])
+    ('50.0', '55.0 ± 7.1')
+    """
+    mean = f"{statistics.fmean(points):.1f}"
+    return mean if len(points) == 1 else f"{mean}{SPREAD}{statistics.stdev(points):.1f}"
 
 
 def summary_table(records: Sequence[Record], metrics: Sequence[str] = ()) -> Table:
@@ -70,7 +79,7 @@ def best_means(block: Sequence[Group], metrics: Sequence[str]) -> list[tuple[int
     best = []
     for j, metric in enumerate(metrics):
         means = {
-            i: round(100 * statistics.fmean(v[metric] for v in found), 1) for i, found in enumerate(values) if found
+            i: round(statistics.fmean(100 * v[metric] for v in found), 1) for i, found in enumerate(values) if found
         }
         if len(means) > 1:
             wanted = (min if metric in LOWER_IS_BETTER else max)(means.values())
