@@ -82,8 +82,8 @@ def test_every_row_has_the_papers_numbers_in_the_papers_order() -> None:
 def test_the_papers_cost_stands_under_its_ablation_with_ratios() -> None:
     notes = [note for note in compare(find_tables("ablation")[0], []).notes if note.startswith("Cost")]
     assert notes == [
-        "Cost in the paper (TITAN XP), tbbn: 2525 MiB (1.6x), training 6.0 h (1.3x), 0.6 s for a batch in the test.",
-        "Cost in the paper (TITAN XP), bn: 1545 MiB, training 4.6 h, 0.6 s for a batch in the test.",
+        "Cost in the paper (TITAN XP), tbbn: 2525 MiB (1.6x), training 6.0 h (1.3x), 0.6 s per test batch.",
+        "Cost in the paper (TITAN XP), bn: 1545 MiB, training 4.6 h, 0.6 s per test batch.",
     ]
     assert not any(note.startswith("Cost") for note in compare(TABLE1, []).notes)
 
@@ -159,9 +159,7 @@ def test_only_runs_of_the_table_count_and_each_once() -> None:
     unfinished = run_of("bn", 3, 0.9)
     unfinished.status = "interrupted"
     assert cells([one, one, *other, unfinished], "ft + bn")[:3] == ("1", "35.41", "30.0")
-    assert (
-        compare(TABLE1, [one, unfinished]).notes[-1] == "Runs of this table that are not finished, and not counted: 1."
-    )
+    assert compare(TABLE1, [one, unfinished]).notes[-1] == "Unfinished runs of this table, not counted: 1."
     shorter = replace(run_of("bn", 3, 0.9, **{"train.scale": 0.1}), status="interrupted")
     assert "not counted" not in compare(TABLE1, [one, shorter]).notes[-1]
     assert "not counted: 1." in compare(TABLE1, [shorter], {"train.scale": 0.1}).notes[-1]
@@ -195,7 +193,7 @@ def test_of_equal_runs_the_first_counts_and_a_contradiction_is_named() -> None:
     assert cells([one, other], "ft + in")[2] == "30.0"
     assert compare(TABLE1, [one, other]).notes[-1] == (
         "1 of the 2 runs repeat the config and seed of another and are not counted again. "
-        "1 of them have other results: the first of each is shown."
+        "1 of them have different results: the first of each is shown."
     )
     assert compare(TABLE1, [one, one]).notes[-1].endswith("not counted again.")
 
@@ -211,13 +209,13 @@ def test_only_tables_and_rows_of_which_there_are_runs_stand_beside_them() -> Non
     tables = beside([run_of("cn", 0, 0.3), run_of("bn", 0, 0.3)])
     assert [table.caption[:8] for table in tables] == ["Table 1:", "Table 2:", "Ablation"]
     assert [[row[0] for row in table.rows] for table in tables] == [["ft + bn", "ft + cn"]] * 2 + [["ft + bn"]]
-    (impossible,) = (note for note in tables[1].notes if "cannot be" in note)  # eeil and ssil are not shown
+    (impossible,) = (note for note in tables[1].notes if "is impossible" in note)  # eeil and ssil are not shown
     assert impossible.startswith("ft + cn: ")
 
 
 def test_settings_that_are_not_the_recipes_are_named() -> None:
     notes = compare(TABLE1, [run_of("bn", 0, 0.3, precision="bf16", device="cpu")]).notes
-    assert notes[-1] == "Not as in the recipe: precision = bf16."
+    assert notes[-1] == "Different from the recipe: precision = bf16."
     assert compare(TABLE1, []).notes[-1] == "No finished run of this table was found."
 
 
@@ -226,7 +224,7 @@ def test_a_table_is_found_by_name_and_data() -> None:
     assert len(find_tables("table3")) == 4
     with pytest.raises(UserError, match="unknown table 'table5'"):
         find_tables("table5")
-    with pytest.raises(UserError, match="table4: the paper has it for dissimilar, not for 'cifar100'"):
+    with pytest.raises(UserError, match="table4: the paper reports it for dissimilar, not for 'cifar100'"):
         find_tables("table4", "cifar100")
     assert replace(TABLE1, name="x").recipe == "x-cifar100"
 
@@ -236,7 +234,7 @@ def test_rows_of_ours_alone_are_no_table() -> None:
 
 
 def test_impossible_numbers_of_rows_without_a_run_are_named() -> None:
-    assert [n[:9] for n in compare(find_tables("table2", "cifar100")[0], []).notes if "cannot be" in n][
+    assert [n[:9] for n in compare(find_tables("table2", "cifar100")[0], []).notes if "is impossible" in n][
         1
     ] == "eeil + tb"
 
@@ -244,7 +242,7 @@ def test_impossible_numbers_of_rows_without_a_run_are_named() -> None:
 def test_departures_are_sorted() -> None:
     given = {"train.lr": 0.01, "precision": "bf16", "memory.budget": 500, "data.stop_after": 2, "autotune": True}
     assert compare(TABLE1, [run_of("bn", 0, 0.3, **given)]).notes[-1] == (
-        "Not as in the recipe: autotune = True; data.stop_after = 2; memory.budget = 500; precision = bf16; train.lr = 0.01."
+        "Different from the recipe: autotune = True; data.stop_after = 2; memory.budget = 500; precision = bf16; train.lr = 0.01."
     )
 
 

@@ -32,7 +32,7 @@ def effort(runs: Sequence[PendingRun], *, measure: bool = True) -> str:
     left = [tasks[run.config.method][n:] for run, n in zip(runs, learnt, strict=True)]
     steps = sum(task.all_steps for run_left in left for task in run_left)
     begun = sum(n > 0 for n in learnt)
-    words = f"{len(runs)} to do{f' ({begun} resumed)' * (begun > 0)}, {steps} steps in all"
+    words = f"{len(runs)} to train{f' ({begun} resumed)' * (begun > 0)}, {steps} steps in total"
     if measure:
         device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
         step: dict[str, float] = {}  # seconds, by network
@@ -45,7 +45,7 @@ def effort(runs: Sequence[PendingRun], *, measure: bool = True) -> str:
             rows = sum(task.all_steps * (task.current + task.memory) for task in tasks_left)
             seconds += step[name] * rows / _ROWS
         times = ", ".join(f"{1000 * value:.2f} ms" for value in step.values())
-        words += f", about {duration(seconds)} one after another ({times} a step of {_ROWS} rows)"
+        words += f", about {duration(seconds)} one after another ({times} per step of {_ROWS} rows)"
     state = sum(t.nbytes for t in backbone(config.backbone).state_dict().values())
     kept = 8 + (2 * config.data.tasks if state <= SMALL else 0)  # two checkpoints of a network, its teacher and more
     return f"{words}; at most {_size(len(runs) * kept * state)} on disk."

@@ -146,7 +146,7 @@ def gains(experiments: Mapping[str, Measured], metrics: Sequence[str]) -> Table:
             cells = [_mean(pairs[0].bn), _mean(pairs[0].tbbn), *map(str, pairs)]
             rows.append((experiment.title(method), method, n, *cells))
     columns = (f"bn {metrics[0]}", f"tbbn {metrics[0]}", *(f"{name}: tbbn - bn" for name in metrics))
-    notes = (DIFFERENCE, *(["F is forgetting: less is better."] if "F" in metrics else []))
+    notes = (DIFFERENCE, *(["F is forgetting: lower is better."] if "F" in metrics else []))
     return Table(
         ("protocol", "method", "seeds", *columns), tuple(rows), tuple(notes), align="ll" + "r" * (1 + len(columns))
     )
@@ -170,7 +170,7 @@ def gains_beside_paper(experiments: Sequence[Measured]) -> Table:
                 cells += [str(pair), signed(theirs) + ("" if low <= theirs <= high else " *")]
             rows.append((method, *cells))
     header = ("method", *(cell for name in METRICS for cell in (f"{name} ours", "paper")))
-    return Table(header, tuple(rows), (DIFFERENCE, "*: the paper's difference is outside of that interval."))
+    return Table(header, tuple(rows), (DIFFERENCE, "*: the paper's difference is outside that interval."))
 
 
 def _mean(percents: list[float]) -> str:

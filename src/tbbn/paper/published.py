@@ -72,7 +72,7 @@ class PaperTable:
                 longer = "" if cost is base else f" ({cost['hours'] / base['hours']:.1f}x)"
                 yield (
                     f"Cost in the paper ({self.cost['device']}), {norm}: {cost['memory_mib']} MiB{more}, training "
-                    f"{cost['hours']:.1f} h{longer}, {cost['test_seconds']:g} s for a batch in the test."
+                    f"{cost['hours']:.1f} h{longer}, {cost['test_seconds']:g} s per test batch."
                 )
 
     def impossible(self) -> Iterator[str]:
@@ -83,8 +83,8 @@ class PaperTable:
                 least = value["A_l"] - value["A_f"]
                 if value["F"] < least - 0.05:
                     yield (
-                        f"{method} + {norm}: the paper's F of {value['F']} cannot be: A_l - A_f is {least:.2f}, and F is "
-                        "never smaller."
+                        f"{method} + {norm}: the paper's F of {value['F']} is impossible: F is never below A_l - A_f, "
+                        f"which is {least:.2f}."
                     )
 
 
@@ -106,7 +106,7 @@ def find_tables(name: str, data: str | None = None) -> list[PaperTable]:
         raise unknown_name("table", name, table_names())
     sets = list(dict.fromkeys(table.data for table in named))
     if data is not None and data not in sets:
-        raise UserError(f"{name}: the paper has it for {' and '.join(sets)}, not for {data!r}.")
+        raise UserError(f"{name}: the paper reports it for {' and '.join(sets)}, not for {data!r}.")
     return [table for table in named if table.data == (data or sets[0])]
 
 
@@ -176,7 +176,7 @@ def compare(
     others = [replace(record, status="finished") for record in records if record.status != "finished"]
     n_others = sum(len(g.runs) for of_row in members(table, others, settings, rows=rows).values() for g in of_row)
     if n_others:
-        notes.append(f"Runs of this table that are not finished, and not counted: {n_others}.")
+        notes.append(f"Unfinished runs of this table, not counted: {n_others}.")
     return Table(
         tuple(header), tuple(cells), tuple(notes), caption=f"{stamp(configs)}{table.title}",
         blocks=tuple(i for i, (method, _) in enumerate(lines) if not i or method != lines[i - 1][0]),
@@ -267,7 +267,9 @@ def _common_departures(pairs: Iterable[tuple[RunConfig, RunConfig]]) -> set[tupl
 def departures_note(pairs: Iterable[tuple[RunConfig, RunConfig]]) -> list[str]:
     """A note on the settings in which all of these runs differ from the recipe; empty if there are none."""
     common = _common_departures(pairs)
-    return [f"Not as in the recipe: {'; '.join(f'{name} = {value}' for name, value in sorted(common))}."] * bool(common)
+    return [f"Different from the recipe: {'; '.join(f'{name} = {value}' for name, value in sorted(common))}."] * bool(
+        common
+    )
 
 
 def _row(name: str, columns: Sequence[str], printed: Sequence[float] | None, runs: Sequence[Record]) -> tuple[str, ...]:

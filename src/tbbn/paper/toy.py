@@ -112,4 +112,6 @@ def figure(outcomes: list[Outcome]) -> Figure:
 def table(outcomes: list[Outcome]) -> Table:
     rows = tuple((o.name, f"{o.mean_error:.2f}", f"{100 * o.std_error:.1f}") for o in outcomes)
     header = ("statistics at test time", "mean off, sd", "std off, %")
-    return Table(header, rows, caption="Toy data: how far statistics are from those of four tasks in equal parts.")
+    return Table(
+        header, rows, caption="Toy data: error of the statistics relative to those of the four tasks weighted equally."
+    )

@@ -102,7 +102,7 @@ def test_a_page_and_all_its_files(report, tmp_path: Path) -> None:
 def test_a_page_of_runs_of_the_paper_has_its_tables_beside_them(tmp_path: Path) -> None:
     run, page = REPOSITORY / "results" / "cifar100-table2" / "eeil-cn-0", tmp_path / "page.html"
     assert main(["report", str(run), "--html", str(page), "--files", str(tmp_path)]) == 0
-    assert "Beside the paper" in page.read_text()
+    assert "Comparison with the paper" in page.read_text()
     (row,) = list(csv.reader((tmp_path / "paper.csv").read_text().splitlines()))[1:]
     assert row[:4] == ["eeil + cn", "1", "39.98", f"{100 * load_record(run).metrics['final_accuracy']:.1f}"]
 

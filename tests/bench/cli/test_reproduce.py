@@ -43,7 +43,7 @@ def test_a_table_is_run_resumed_and_printed_beside_the_papers(
     assert said.out.startswith("SCALE 0.0125: a fraction of the epochs. Table 1")
     rows = [line.split()[2:5] for line in said.out.splitlines() if line.startswith("ft + ")]
     assert rows == [["bn", "2", "35.41"], ["tbbn", "2", "38.46"]], "the rows that were asked for"
-    assert "4 runs, 0 finished" in said.err and "4 to do, " in said.err and "MB on disk" in said.err
+    assert "4 runs, 0 finished" in said.err and "4 to train, " in said.err and "MB on disk" in said.err
     (folder,) = Path("runs").glob("table1-cifar100-keep-last-scale-0.0125-*")
     assert sorted(file.parent.name for file in folder.glob("*/record.json")) == [
         "ft-bn-0", "ft-bn-1", "ft-tbbn-0", "ft-tbbn-1",
@@ -104,10 +104,10 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     assert main(("reproduce", "table1", *TINY, "--dry-run")) == 0
     said = capsys.readouterr()
-    assert said.out == "" and "4 to do, " in said.err and not Path("runs").exists()
-    (line,) = (line for line in said.err.splitlines() if line.startswith("Not as in the recipe: "))
+    assert said.out == "" and "4 to train, " in said.err and not Path("runs").exists()
+    (line,) = (line for line in said.err.splitlines() if line.startswith("Different from the recipe: "))
     assert "data.name = synthetic:4x12x4x8; data.tasks = 2; " in line and "device" not in line
-    assert line.startswith("Not as in the recipe: backbone = small; ")
+    assert line.startswith("Different from the recipe: backbone = small; ")
     words = ("--data.name", "synthetic:4x12x4x8", "--data.tasks", "4", "--norm", "cn", "--quiet", "--dry-run")
     assert main(("reproduce", "table1", *words)) == 0
     implied = "data.tasks = 4; memory.budget = 100; train.epochs = 10.\n"  # by the data set
@@ -137,7 +137,7 @@ def test_figures_of_runs_print_the_numbers_they_draw(
     said = capsys.readouterr()
     assert said.out.startswith("SCALE 0.0125: a fraction of the epochs. Table 1")
     assert "Wrong predictions after the last task by type" in said.out
-    assert re.search(r"^Not as in the recipe: backbone = small; .*data\.tasks = 2; ", said.out, re.MULTILINE)
+    assert re.search(r"^Different from the recipe: backbone = small; .*data\.tasks = 2; ", said.out, re.MULTILINE)
     path = pictures(said.err)[0]
     assert path.name == "fig-errors.svg"
     nothing = mistake(capsys, "reproduce", "fig-errors", "--scale", "0.5", "--from", "runs")
@@ -228,7 +228,7 @@ def test_the_steps_of_all_methods_are_announced(
     assert main(("reproduce", "fig-oracle", *words, "--norm", "bn", "--train.epochs", "1", "--dry-run")) == 0
     # Fine-tuning: 24 images in 3 steps, then in 4 beside the memory. Joint training: 3 steps, then 48 images in 6.
     # Each step has 8 rows, and one of 64 takes a second.
-    assert "4 to do, 32 steps in all, about 4.0 s one after another" in capsys.readouterr().err
+    assert "4 to train, 32 steps in total, about 4.0 s one after another" in capsys.readouterr().err
 
 
 def test_the_time_counts_each_network_and_the_rows_of_its_batches(
@@ -239,7 +239,7 @@ def test_the_time_counts_each_network_and_the_rows_of_its_batches(
     words = ("--seeds", "1", "--norm", "bn", "--data.stop_after", "1", "--scale", "0.00625", "--dry-run")
     assert main(("reproduce", "table2", "--method", "ft,podnet", *words)) == 0
     # One task and one epoch: 4500 images in 70 batches of 64, and 5000 in 39 of 128, on a network of its own.
-    assert "about 3 min 46 s one after another (1000.00 ms, 2000.00 ms a step of 64 rows)" in capsys.readouterr().err
+    assert "about 3 min 46 s one after another (1000.00 ms, 2000.00 ms per step of 64 rows)" in capsys.readouterr().err
 
 
 def test_what_a_run_has_learnt_is_not_announced_again(
@@ -253,7 +253,7 @@ def test_what_a_run_has_learnt_is_not_announced_again(
     capsys.readouterr()
     assert main([*words, "--dry-run"]) == 0
     # Fine-tuning takes 3 steps, then 4, of 8 rows each.
-    assert "2 to do (1 resumed), 11 steps in all, about 1.4 s one after another" in capsys.readouterr().err
+    assert "2 to train (1 resumed), 11 steps in total, about 1.4 s one after another" in capsys.readouterr().err
 
 
 def test_a_folder_is_named_by_network_kept_epoch_scale_and_every_other_setting() -> None:

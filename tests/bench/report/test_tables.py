@@ -57,7 +57,7 @@ def test_the_best_mean_is_bold_only_where_all_have_the_same_seeds() -> None:
     table = blocks_table(even, ("final_accuracy",))
     assert table.bold == {(0, 3)} and table.caption.endswith("is bold.")
     table = blocks_table([*even, record(A, seed=1)], ("final_accuracy",))
-    assert table.bold == set() and table.caption.endswith("is bold, where all its rows have the same seeds.")
+    assert table.bold == set() and table.caption.endswith("is bold, if all its rows have the same seeds.")
 
 
 def test_of_equal_runs_the_one_that_got_furthest_counts() -> None:

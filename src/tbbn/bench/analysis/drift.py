@@ -151,7 +151,7 @@ def _compare(name: str, layer: nn.Module, tasks: Sequence[Moments]) -> LayerDrif
 
 _SIDE_BY_SIDE = 2  # with more runs, columns per layer do not fit a terminal
 _NOTES = (
-    "mean off, std off: running statistics against those of all tasks in equal parts, mean over channels.",
+    "mean off, std off: running statistics against those of all tasks weighted equally, mean over channels.",
     "newest task: its weight in the running mean; the past tasks share the rest.",
 )
 

@@ -145,7 +145,7 @@ def rules_table(scores: Mapping[str, Sequence[Sequence[EpochScore]]]) -> Table:
     stretch = "phase" if has_phases else "task"
     notes = (
         "Accuracy on test images if training ends after the epoch that a rule keeps, mean over seeds.",
-        f"Each rule chooses in one {stretch} alone; the next {stretch} starts from the epoch that the run's settings keep.",
+        f"Each rule is applied to a single {stretch}; the next {stretch} starts from the epoch that the run's settings keep.",
     )
     columns = ("run", "rule", "task", *(("phase",) if has_phases else ()), "epoch")
     header = (*columns, "past tasks %", "new task %", "all tasks %")
@@ -163,7 +163,7 @@ def kept_table(records: Mapping[str, Record]) -> Table:
         rows.append((name, *map(str, first.values()), str(train.scaled(train.epochs))))
     tasks = max((len(row) for row in rows), default=2) - 2
     padded = [(*row[:-1], *("-",) * (tasks + 2 - len(row)), row[-1]) for row in rows]
-    notes = ("The epoch that was kept in the first phase of each task, and how many there were.",)
+    notes = ("The epoch that was kept in the first phase of each task, of how many.",)
     return Table(("run", *(f"task {task + 1}" for task in range(tasks)), "of"), tuple(padded), notes)
 
 

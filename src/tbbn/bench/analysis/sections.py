@@ -50,7 +50,7 @@ def drift_section(runs: Mapping[Path, Record], images: int) -> Section:
                 missing.append(str(error))
         if found:
             measured.append((group, found))
-    line = "Running statistics after the last task against those of all tasks in equal parts, mean over seeds."
+    line = "Running statistics after the last task compared with those of all tasks weighted equally, mean over seeds."
     if missing:
         line += f" Not measured: {len(missing)} runs ({missing[0].rstrip('.')})."
     look = Look([group for group, _ in measured])

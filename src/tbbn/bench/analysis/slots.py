@@ -129,6 +129,6 @@ def slots_table(labels: Sequence[str], found: Sequence[Slots]) -> Table:
     header = ("images", *(cell for label in labels for cell in (f"{label}: right %", "said past %")))
     notes = (
         "Training images of the last task (new) and exemplars (past), augmented, in batches [current ; memory].",
-        "If 'said past' follows the slot, the network tells new from past by the statistics, which test images do not have.",
+        "If 'said past' follows the slot, the network tells new from past by batch statistics, which are absent at test time.",
     )
     return Table(header, tuple(rows), notes)

@@ -37,9 +37,9 @@ def _mechanism(folder: Path) -> None:
     print(
         "1. The mechanism. Four tasks, each a Gaussian; batches hold 48 rows of task 4 and 16 of tasks 1 to 3. How far are a"
     )
-    print("   norm's statistics from those of all tasks in equal parts?\n")
+    print("   norm's statistics from those of all tasks weighted equally?\n")
     print(toy.table(outcomes).render("text"))
-    print(f"\npicture: {save_figure(toy.figure(outcomes), folder / 'demo' / 'toy.png')}\n")
+    print(f"\nfigure: {save_figure(toy.figure(outcomes), folder / 'demo' / 'toy.png')}\n")
 
 
 def _digits(folder: Path, args: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def _digits(folder: Path, args: argparse.Namespace) -> int:
     code, records = train(runs, args, recipe=recipe_text(layers, axes))
     table = summary_table(records)
     print(replace(table, notes=()).render("text"))
-    print("\nIt works here. No difference is to be expected: the digits are easy, and both norms learn them.\n")
+    print("\nIt works here. Expect no difference: the digits are easy, and both norms learn them.\n")
     return code
 
 
@@ -72,5 +72,5 @@ def _result() -> None:
     print("\nHow it depends on the protocol:\n")
     print(gains({name: found[name] for name in ("best", "last", "clean")}, ("A_f", "A_a")).render("text"))
     print(
-        "\nRecords, pictures and what is behind these numbers: docs/results.md. Next: tbbn run --help, tbbn reproduce --help."
+        "\nRecords, figures and the full results: docs/results.md. Next: tbbn run --help, tbbn reproduce --help."
     )

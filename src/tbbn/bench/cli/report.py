@@ -98,7 +98,7 @@ def _write(args: argparse.Namespace, runs: Runs, metrics: Sequence[str]) -> list
             analyses.append(drift_section(runs, args.drift))
         shown = page(runs, metrics, [_paper(runs)], analyses)
         if (pictures := sum(len(section.panels) for section in shown.sections)) > _MANY:
-            print(f"drawing {pictures} pictures: some seconds", file=sys.stderr)
+            print(f"drawing {pictures} figures (takes a few seconds)", file=sys.stderr)
         if args.html:
             from tbbn.bench.files import write_atomic
 
@@ -116,5 +116,5 @@ def _paper(runs: Runs) -> Section:
     from tbbn.bench.report.page import Section
     from tbbn.paper.published import beside
 
-    line = "Rows of the paper that these runs repeat: its numbers, ours, and the difference."
-    return Section("paper", "Beside the paper", line, tuple(beside(list(runs.values()))))
+    line = "Rows of the paper that these runs reproduce: the paper's numbers, ours, and the difference."
+    return Section("paper", "Comparison with the paper", line, tuple(beside(list(runs.values()))))

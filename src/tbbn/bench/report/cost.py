@@ -39,14 +39,14 @@ def cost_table(groups: Sequence[Group]) -> Table:
                 ", ".join(devices),
             )
         )
-    header = ("method + norm", "time a run", "epochs", "s an epoch", "ms a step", "largest r*", "exemplars", "device")
+    header = ("method + norm", "time per run", "epochs", "s/epoch", "ms/step", "largest r*", "exemplars", "device")
     notes = (
-        "Time of training, evaluation and choosing exemplars, mean over finished runs. Runs that shared a device in lanes took "
-        "longer each. Steps are known where the data set is, and where a method has a single phase.",
-        "Memory is not recorded: the peak of a process is that of all its lanes. On a GPU, tbbn speed measures the peak of a "
-        "step with each norm, relative to batch norm.",
+        "Time for training, evaluation and exemplar selection, mean over finished runs. Runs that shared a device in lanes took "
+        "longer each. ms/step is shown if the data set is present and the method has a single phase.",
+        "Memory is not recorded, because the peak of a process covers all its lanes. On a GPU, tbbn speed measures the peak of a "
+        "step for each norm, relative to batch norm.",
     )
-    return Table(header, tuple(rows), notes, "l" + "r" * 6 + "l", "Cost of a run.")
+    return Table(header, tuple(rows), notes, "l" + "r" * 6 + "l", "Cost per run.")
 
 
 def _norm_splits(group: Group) -> bool:

@@ -108,7 +108,7 @@ def repeated_note(records: Sequence[Record], found: Sequence[Group]) -> list[str
         config = record.run_config
         chosen = counted[without_seed(config), (config.seed, config.data.class_order_seed)]
         differ += record.status == chosen.status == "finished" and record.accuracy != chosen.accuracy
-    return [f"{note} {differ} of them have other results: the first of each is shown." if differ else note]
+    return [f"{note} {differ} of them have different results: the first of each is shown." if differ else note]
 
 
 def _knows(record: Record) -> tuple[bool, int]:

@@ -65,12 +65,12 @@ def page(
         *after_results,
         Section(
             "accuracy", "Accuracy after each task",
-            f"Mean accuracy over the tasks seen so far. Colour is the method, line the norm. {deviation}",
+            f"Mean accuracy over the tasks seen so far. Colour shows the method, line style the norm. {deviation}",
             panels=tuple(accuracy_panels(found)),
         ),
         Section(
             "gain", "Differences on the same seeds",
-            "What a norm gains over another in mean accuracy after each task. A band shows the 95 % interval.",
+            "Gain of one norm over another in mean accuracy after each task. A band shows the 95 % interval.",
             (pairs_table(paired, metrics),), tuple(gain_panels(paired)),
         ),
         Section(

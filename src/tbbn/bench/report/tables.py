@@ -60,7 +60,7 @@ def blocks_table(records: Sequence[Record], metrics: Sequence[str] = ()) -> Tabl
     data = ", ".join(dict.fromkeys(group.config.data.name for group in found))
     caption = f"{stamp(group.config for group in found)}{data}: mean ± standard deviation over seeds, in percent. "
     caption += "The best mean of each block is bold"
-    caption += "." if all(map(_same_seeds, blocks(found))) else ", where all its rows have the same seeds."
+    caption += "." if all(map(_same_seeds, blocks(found))) else ", if all its rows have the same seeds."
     notes = tuple(_notes(records, found, metrics))
     return Table(header, tuple(rows), notes, align, caption, tuple(starts), frozenset(bold))
 
