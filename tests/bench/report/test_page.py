@@ -234,3 +234,16 @@ def test_in_a_browser_nothing_overflows_and_nothing_runs(hostile: Path) -> None:
                 seen[dark] = browser.evaluate(colours)
         assert seen == {False: "rgb(255, 255, 255) rgb(26, 26, 26)", True: "rgb(22, 24, 27) rgb(230, 230, 230)"}
         assert set(browser.requests) == {hostile.resolve().as_uri()}
+
+
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
+def test_in_print_the_settings_that_all_runs_share_are_shown(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(written)
+    with chromium.Chromium() as browser:
+        browser.open(path, 800)
+        visible = "document.querySelector('details table').checkVisibility({contentVisibilityAuto: true})"
+        assert not browser.evaluate(visible)
+        browser.send("Emulation.setEmulatedMedia", media="print")
+        assert browser.evaluate(visible)
+        assert browser.evaluate("document.querySelector('details table').getBoundingClientRect().height") > 100
