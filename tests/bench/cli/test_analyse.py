@@ -62,7 +62,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_the_work_for_it(
     for work in ("drift.drift", "slots.slots", "epochs.score_epochs"):
         monkeypatch.setattr(f"tbbn.bench.analysis.{work}", None)
     said = mistake(capsys, *(word.format(run=runs / "ft-bn-0") for word in words))
-    assert "unknown format 'xml'" in said or "ask for two formats" in said or "x.doc: the picture must end in" in said
+    assert "unknown format 'xml'" in said or "are two formats" in said or "x.doc: the picture must end in" in said
 
 
 def test_drift_of_two_runs(runs: Path, tmp_path: Path, capsys: Capture) -> None:

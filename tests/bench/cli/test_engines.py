@@ -26,7 +26,7 @@ def test_a_missing_package(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--overwrite",), "--overwrite replaces runs on this machine only; with --engine use another --name"),
+        (("--overwrite",), "--overwrite works only on this machine; with --engine"),
         (("--workers", "0"), "--workers must be at least 1, got 0"),
     ],
     ids=["overwrite", "workers"],
@@ -45,11 +45,11 @@ def test_options_that_do_not_fit(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--workers", "2"), "--workers is for --engine ray or slurm, and the engine is local"),
-        (("--address", "auto"), "--address is for --engine ray, and the engine is local"),
-        (("--job", "partition=gpu"), "--job is for --engine slurm, and the engine is local"),
-        (("--engine", "ray", "--job", "partition=gpu"), "--job is for --engine slurm, and the engine is ray"),
-        (("--engine", "slurm", "--address", "auto"), "--address is for --engine ray, and the engine is slurm"),
+        (("--workers", "2"), "--workers needs --engine ray or slurm, got --engine local"),
+        (("--address", "auto"), "--address needs --engine ray, got --engine local"),
+        (("--job", "partition=gpu"), "--job needs --engine slurm, got --engine local"),
+        (("--engine", "ray", "--job", "partition=gpu"), "--job needs --engine slurm, got --engine ray"),
+        (("--engine", "slurm", "--address", "auto"), "--address needs --engine ray, got --engine slurm"),
     ],
 )
 def test_options_of_another_engine(

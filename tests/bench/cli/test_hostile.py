@@ -31,7 +31,7 @@ EARLIER = Path(__file__).parents[1] / "runs/earlier_version"  # written by commi
     ("words", "line"),
     [
         ("--seeds 1000000000", "1000000000 runs are more than the 10000 of a sweep; divide it: --seeds takes a list, too."),
-        ("--seeds 200 --norm bn,gn,in,sn,tbbn", "this asks for 1000 runs; add --yes if you mean it, or name fewer"),
+        ("--seeds 200 --norm bn,gn,in,sn,tbbn", "this would train 1000 runs; add --yes to train them all, or choose fewer"),
         ("--seeds 9000 --norm bn,gn --yes", "18000 runs are more than the 10000 of a sweep"),
         ("--device hpu:0", "device 'hpu:0' cannot be used here: "),
         ("--name=", "--name needs a name; without it, one is made from the settings."),
@@ -90,7 +90,7 @@ def test_many_runs_are_asked_about(
     monkeypatch.setattr(train, "_train", lambda runs, *_, **__: len(runs))
     assert main(["run", *TINY, "--seeds", "2", "--out", str(tmp_path)]) == 2  # the number of runs, or a mistake
     said = capsys.readouterr().err
-    assert said.startswith("This asks for 2 runs. Train them all? [y/N] ")
+    assert said.startswith("This would train 2 runs. Train them all? [y/N] ")
     assert ("tbbn: nothing was trained." in said) != is_done
 
 
@@ -169,7 +169,7 @@ def test_folders_without_permission(tmp_path: Path) -> None:
     for (_, wanted), line, code in zip(commands, lines[::2], lines[1::2], strict=False):
         assert line.startswith("tbbn: ") and wanted in line and code == "== 2", (wanted, line, code)
     # What may be read is read; only the picture of a finished run cannot be drawn again.
-    assert lines[-3] == "== 0" and "no picture: " in lines[-2] and lines[-1] == "== 0"
+    assert lines[-3] == "== 0" and "no figure: " in lines[-2] and lines[-1] == "== 0"
     assert not (out / "new").exists() and not (tmp_path / "new").exists() and not (tmp_path / "p.png").exists()
 
 

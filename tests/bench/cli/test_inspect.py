@@ -103,7 +103,9 @@ def test_doctor_says_when_torchvisions_ops_are_missing(
     monkeypatch.setattr(torchvision().extension, "_has_ops", lambda: there)
     assert main(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["environment"]["torchvision"]
-    missing = "; of another build than torch: tbbn can use it, but your own import torchvision fails (docs/faq.md)"
+    missing = (
+        "; built for another torch: tbbn works around it, but import torchvision fails in your own code (docs/faq.md)"
+    )
     assert re.fullmatch(r"[\d.+a-z]+" + ("" if there else re.escape(missing)), said)
 
 

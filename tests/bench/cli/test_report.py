@@ -68,7 +68,7 @@ def test_mistakes_are_one_line_and_leave_nothing(runs: Path, tmp_path: Path, cap
     assert "--drift adds a section to a page; name the page: --html FILE" in wrong("--drift", "5")
     assert "unknown kind of figure 'pie'" in wrong("--plot", str(tmp_path / "x.png"), "--kind", "pie")
     assert wrong("--html", str(tmp_path / "x.txt")).endswith("x.txt'.")
-    assert "--drift takes a number of images from 1 on, got 0." in wrong(
+    assert "--drift takes a number of images, at least 1, got 0." in wrong(
         "--html", str(tmp_path / "x.html"), "--drift", "0"
     )
     picture = ("--plot", str(tmp_path / "x.png"))  # could be drawn, but comes before what is wrong

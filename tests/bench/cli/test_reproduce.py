@@ -168,7 +168,7 @@ def test_mistakes_are_one_line(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("fig-toy --lanes 2 --keep last", "fig-toy has data of its own and trains nothing; leave out --keep, --lanes."),
+        ("fig-toy --lanes 2 --keep last", "fig-toy uses its own data and trains nothing; leave out --keep, --lanes."),
         ("fig-toy --from runs --dry-run", "leave out --from, --dry-run."),
         ("fig-toy --engine ray --train.lr 1", "leave out --engine, --train.lr."),
         ("fig-toy --train.lr 1 --backbone small", "and trains nothing; leave out --train.lr, --backbone."),
@@ -320,7 +320,7 @@ def test_all_parts_of_a_command_share_its_time_limit(
     assert said.out == ""
     assert said.err.splitlines()[-1] == (
         "tbbn: time limit reached, everything is saved except the oracle experiment on this seed; "
-        "run the same command again to go on."
+        "run the same command again to continue."
     )
     assert main((*words, "--time-limit", "1h")) == 0
     args = Namespace(time_limit="50s")

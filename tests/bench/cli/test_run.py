@@ -71,7 +71,7 @@ def test_a_picture_that_cannot_be_written_is_not_a_failure(tmp_path: Path, capsy
     (picture / "in the way").mkdir(parents=True)
     assert main(["run", *TINY, "--out", str(tmp_path), "--name", "x", "--quiet"]) == 0
     said = capsys.readouterr()
-    assert said.err == f"no picture: {picture}: Is a directory.\n" and "ft + bn" in said.out
+    assert said.err == f"no figure: {picture}: Is a directory.\n" and "ft + bn" in said.out
     assert not [name for name in files(tmp_path / "x") if name.startswith(".accuracy")]
 
 
@@ -193,7 +193,7 @@ def test_a_sweep_is_refused_in_the_folder_of_a_run(tmp_path: Path, capsys: Captu
     capsys.readouterr()
     assert mistake(capsys, *words, "--seeds", "2") == f"tbbn: {refused}"
     assert main([*words, "--seeds", "2", "--dry-run"]) == 0
-    assert capsys.readouterr().out.endswith(f" It would be refused: {refused}\n")
+    assert capsys.readouterr().out.endswith(f" This command would fail: {refused}\n")
     assert files(tmp_path) == before
 
 
@@ -225,7 +225,7 @@ def test_a_sweep_says_which_runs_of_another_one_it_forgets(
     interrupted([*words, "--seeds", "3"], monkeypatch)
     capsys.readouterr()
     assert main([*words, "--seeds", "4", "--dry-run"]) == 0 and "no longer" not in capsys.readouterr().out
-    lost = "a sweep of which 2 runs have not started (ft-bn-1, ft-bn-2): tbbn resume will no longer start them."
+    lost = "a sweep with 2 runs not started yet (ft-bn-1, ft-bn-2): tbbn resume will no longer start them."
     assert main([*words, "--seeds", "7,8", "--dry-run"]) == 0 and lost in capsys.readouterr().out
     assert main([*words, "--seeds", "7,8"]) == 0 and lost in capsys.readouterr().err
 
@@ -259,7 +259,7 @@ def test_a_first_run_on_a_gpu_says_that_kernels_are_compiled(
     monkeypatch.setattr("tbbn.bench.cli.train.must_compile_kernels", lambda runs: True)
     words = ["run", *TINY, "--out", str(tmp_path), "--name"]
     assert main([*words, "a"]) == 0 and main([*words, "b", "--quiet"]) == 0
-    assert capsys.readouterr().err.count("compiling GPU kernels at their first use") == 1
+    assert capsys.readouterr().err.count("compiling GPU kernels: the first step") == 1
 
 
 def test_kernels_are_compiled_for_runs_on_a_gpu_unless_the_cache_has_them(
@@ -315,7 +315,7 @@ def test_other_settings_get_another_folder_and_a_dry_run_says_what_is_there(tmp_
     for more, said in (
         ([], "There are 1 finished and 0 unfinished runs"),
         (["--train.epochs", "2"], "Nothing is there yet, and nothing was trained."),
-        (["--train.epochs", "2", "--name", f"{plain}-0"], "It would be refused: "),
+        (["--train.epochs", "2", "--name", f"{plain}-0"], "This command would fail: "),
     ):
         capsys.readouterr()
         assert main([*words, *more, "--dry-run"]) == 0

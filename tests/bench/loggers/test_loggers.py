@@ -191,5 +191,7 @@ def test_following_waits_for_a_run_and_notices_that_it_is_gone(tmp_path: Path, c
     assert follow(tmp_path, sleep=lambda _: later.pop(0)()) == 0
     said = capsys.readouterr().out.splitlines()
     assert (
-        later == [] and said[1] == "  1/2:  50.0   mean 50.0" and said[-1].startswith("the process of this run is gone")
+        later == []
+        and said[1] == "  1/2:  50.0   mean 50.0"
+        and said[-1].startswith("the process of this run has ended")
     )

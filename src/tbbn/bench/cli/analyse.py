@@ -77,7 +77,7 @@ def _check_output(args: argparse.Namespace) -> None:
     if args.format not in (*FORMATS, "tex"):
         raise unknown_name("format", args.format, FORMATS)
     if getattr(args, "json", False) and args.format != "text":
-        raise UserError(f"--json and --format {args.format} ask for two formats; leave one of them out.")
+        raise UserError(f"--json and --format {args.format} are two formats; leave one of them out.")
     if getattr(args, "plot", None):
         from tbbn.bench.report.figures import check_picture
 

@@ -124,14 +124,14 @@ def doctor(root: str) -> dict[str, dict[str, Any]]:
 
         if not torchvision().extension._has_ops():
             facts["torchvision"] += (
-                "; of another build than torch: tbbn can use it, but your own import torchvision fails (docs/faq.md)"
+                "; built for another torch: tbbn works around it, but import torchvision fails in your own code (docs/faq.md)"
             )
     except (UserError, ImportError, RuntimeError) as error:
         if "torchvision" not in absent:
-            facts["torchvision"] = f"{facts['torchvision']}, cannot be used: {error}"
+            facts["torchvision"] = f"{facts['torchvision']}, not usable: {error}"
     facts["cpu kernel"] = native.diagnosis()
     facts["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    facts["free disk here"] = f"{shutil.disk_usage('.').free / 2**30:.0f} GiB"
+    facts["free disk space"] = f"{shutil.disk_usage('.').free / 2**30:.0f} GiB"
     data = {name: "found" if there else "not found" for name, there in found(root).items()} if not absent else {}
     return {"environment": facts, "plugins": _plugins(), "data": data}
 

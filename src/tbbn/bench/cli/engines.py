@@ -48,7 +48,7 @@ def engine(
     """
     for option, engines in _FOR.items():
         if getattr(args, option) not in (None, []) and args.engine not in engines:
-            raise UserError(f"--{option} is for --engine {' or '.join(engines)}, and the engine is {args.engine}.")
+            raise UserError(f"--{option} needs --engine {' or '.join(engines)}, got --engine {args.engine}.")
     if args.engine == "local":
         from tbbn.bench.runs.sweep import run_all
 
@@ -74,9 +74,9 @@ def _check(args: argparse.Namespace, overwrite: bool) -> None:
     if find_spec(package) is None:
         raise UserError(f"--engine {args.engine} needs {package}; pip install 'tbbn[{args.engine}]'.")
     if overwrite:
-        raise UserError("--overwrite replaces runs on this machine only; with --engine use another --name.")
+        raise UserError("--overwrite works only on this machine; with --engine {args.engine} use another --name.")
     if args.ranks.size > 1:
-        raise UserError(f"--engine {args.engine} starts processes of its own; run it without torchrun.")
+        raise UserError(f"--engine {args.engine} starts its own processes; run it without torchrun.")
     if args.workers is not None and args.workers < 1:
         raise UserError(f"--workers must be at least 1, got {args.workers}.")
 

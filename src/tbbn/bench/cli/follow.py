@@ -22,7 +22,7 @@ def follow(directory: Path, *, sleep: Callable[[float], None] = time.sleep) -> i
     """Print a line for each task when it ends, and on a terminal the current epoch below, until the run ends."""
     file = directory / LOG
     if not file.exists():
-        raise UserError(f"{directory}: no {LOG} here; it is written from the first epoch on, unless --log is none.")
+        raise UserError(f"{directory}: no {LOG} here; it is written from the first epoch, unless --log is none.")
     show = _Display(live=sys.stdout.isatty())
     for event in _events(file, sleep):
         show.event(event)
@@ -86,7 +86,7 @@ class _Display:
         elif kind == "end":
             self._line(event["status"])
         elif kind == "gone":
-            self._line("the process of this run is gone; tbbn resume continues it")
+            self._line("the process of this run has ended; tbbn resume continues the run")
 
     def _epoch(self, event: dict[str, Any]) -> None:
         if (phase := (event["phase"], event["task"])) != self.phase:

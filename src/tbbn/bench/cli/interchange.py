@@ -61,14 +61,14 @@ def _import(args: argparse.Namespace) -> int:
 
     if args.program == "facil":
         if not args.rest or args.file:
-            raise UserError(f"tbbn import facil needs the flags of FACIL after two dashes: {_IMPORT_EXAMPLE}")
+            raise UserError(f"tbbn import facil needs FACIL's flags after --: {_IMPORT_EXAMPLE}")
         found, title = import_facil(args.rest), f"From FACIL: {' '.join(args.rest)}"
     elif args.program == "pycil":
         if not args.file or args.rest:
-            raise UserError("tbbn import pycil needs a config of PyCIL: tbbn import pycil exps/icarl.json")
+            raise UserError("tbbn import pycil needs a PyCIL config: tbbn import pycil exps/icarl.json")
         found, title = import_pycil(Path(args.file)), f"From PyCIL: {args.file}"
     else:
-        raise UserError(f"tbbn import knows facil and pycil, got {args.program!r:.60}.")
+        raise UserError(f"tbbn import takes facil or pycil, got {args.program!r:.60}.")
     out = Path(args.out or (f"{Path(args.file).stem}.toml" if args.file else f"{args.program}.toml"))
     text = found.recipe(printable(title))
     if out.exists() and not args.overwrite:

@@ -109,7 +109,7 @@ def _exit_code(words: list[str]) -> int:
         return EXIT_INTERRUPTED
     except TimeLimitReached as limit:
         saved = str(limit) or "everything is saved"
-        print(f"tbbn: time limit reached, {saved}; run the same command again to go on.", file=sys.stderr)
+        print(f"tbbn: time limit reached, {saved}; run the same command again to continue.", file=sys.stderr)
         return EXIT_TIME_LIMIT
     except BrokenPipeError:
         to_nowhere(sys.stdout)  # the reader is gone, and flushing the rest at exit would fail again

@@ -69,7 +69,7 @@ def of_runs(
     in_rows = members(table, records, given, rows=rows)
     finished = [record for of_row in in_rows.values() for group in of_row for record in group.records]
     if not finished:
-        raise UserError(f"{name}: none of these is a finished run of {table.title}, with the settings asked for.")
+        raise UserError(f"{name}: none of these is a finished run of {table.title} with the requested settings.")
     found = groups(finished)
     kind, numbers = ("accuracy", curves_table(found)) if name == "fig-curves" else ("errors", errors_table(found))
     caption = f"{stamp(group.config for group in found)}{table.title}. {numbers.caption}"

@@ -51,7 +51,7 @@ def _report(args: argparse.Namespace) -> int:
     from tbbn.bench.runs.record import load_record
 
     if args.json and args.format not in ("text", "json"):
-        raise UserError(f"--json and --format {args.format} ask for two formats; leave one of them out.")
+        raise UserError(f"--json and --format {args.format} are two formats; leave one of them out.")
     form = "json" if args.json else "latex" if args.format == "tex" else args.format
     if form not in FORMATS:
         raise unknown_name("format", form, FORMATS)
@@ -76,7 +76,7 @@ def _check_files(args: argparse.Namespace) -> None:
     if args.drift is not None and not (args.html or args.files):
         raise UserError("--drift adds a section to a page; name the page: --html FILE, or --files FOLDER.")
     if args.drift is not None and args.drift < 1:
-        raise UserError(f"--drift takes a number of images from 1 on, got {args.drift}.")
+        raise UserError(f"--drift takes a number of images, at least 1, got {args.drift}.")
     if args.html and Path(args.html).suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--html takes a file that ends in .html, got {args.html!r:.200}.")
 

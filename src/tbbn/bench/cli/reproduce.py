@@ -127,7 +127,7 @@ def _take_as_options(args: argparse.Namespace) -> None:
 def _check_read(args: argparse.Namespace) -> None:
     """Raise for options that would have no effect."""
     if args.name == "fig-toy":
-        refuse(args, (*_CHOOSING, *_TRAINING), "fig-toy has data of its own and trains nothing", settings=True)
+        refuse(args, (*_CHOOSING, *_TRAINING), "fig-toy uses its own data and trains nothing", settings=True)
     if args.name == "fig-oracle":
         refuse(args, ("method",), "fig-oracle compares ft and joint")
     if args.records:

@@ -42,7 +42,7 @@ def _speed(args: argparse.Namespace) -> int:
         raise UserError(f"unknown device {args.device!r}; use 'cuda' for a GPU, 'cpu' or 'auto'.")
     on_gpu = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no CUDA device here.")
+        raise UserError("--device cuda: torch finds no CUDA device.")
     if args.epochs < 2:
         raise UserError(f"--epochs must be at least 2 (the first epoch is not timed), got {args.epochs}.")
     precisions = _names("precision", args.precision or ("tf32,bf16" if on_gpu else "fp32"), PRECISIONS)
@@ -106,7 +106,7 @@ def speed_tables(found: dict[str, Any]) -> str:
 
     parts = ["\n".join(f"{key.ljust(20)}{value}" for key, value in found["machine"].items())]
     titles = {
-        "layers": "one layer, forward + backward; floor: time to move the bytes it must move, at copy bandwidth",
+        "layers": "one layer, forward + backward; floor: time for its memory traffic at copy bandwidth",
         "steps": "one training step, batch size 64",
         "lanes": "whole runs in parallel, timed in their second task",
     }

@@ -164,9 +164,9 @@ def _ask_if_many(n_runs: int) -> None:
         return
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UserError(
-            f"this asks for {n_runs} runs; add --yes if you mean it, or name fewer methods, norms or seeds."
+            f"this would train {n_runs} runs; add --yes to train them all, or choose fewer methods, norms or seeds."
         )
-    print(f"This asks for {n_runs} runs. Train them all? [y/N] ", end="", file=sys.stderr, flush=True)
+    print(f"This would train {n_runs} runs. Train them all? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UserError("nothing was trained.")
 
@@ -222,7 +222,7 @@ def train(
     lanes = _lanes(args.lanes)
     end = deadline(args)
     if not args.quiet and must_compile_kernels(runs):
-        print("compiling GPU kernels at their first use: the first step may take half a minute", file=sys.stderr)
+        print("compiling GPU kernels: the first step may take half a minute", file=sys.stderr)
     with (
         engine(args, runs, overwrite) as run_all,
         run_progress(runs, args.quiet) as progress,
@@ -264,7 +264,7 @@ def _print_results(runs: list[PendingRun], records: list[Record], folder: Path, 
     except (UserError, OSError) as error:  # the runs are done, so a missing picture is not a failure
         reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
         drawn = ""
-        print(printable(f"no picture: {reason}"), file=sys.stderr)
+        print(printable(f"no figure: {reason}"), file=sys.stderr)
     if as_json:
         print(json.dumps([_summary(run, record) for run, record in zip(runs, records, strict=True)], indent=1))
     else:
@@ -313,8 +313,8 @@ def _about_the_sweep_there(runs: list[PendingRun], *, joins: bool) -> list[str]:
         return []
     named = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
     return [
-        f"{folder} is the folder of a sweep of which {len(lost)} runs have not started ({named}): tbbn resume will no longer "
-        "start them. To keep them, run its command again first, or use another --name."
+        f"{folder} is the folder of a sweep with {len(lost)} runs not started yet ({named}): tbbn resume will no longer "
+        "start them. To keep them, first run the sweep's command again, or use another --name."
     ]
 
 
@@ -330,7 +330,7 @@ def _what_is_there(runs: list[PendingRun], overwrite: bool) -> str:
             return f"There are {len(there)} runs, which would be replaced."
         finished = sum(finished_record(run) is not None for run in there)
     except UserError as error:
-        return f"It would be refused: {error}"
+        return f"This command would fail: {error}"
     if not there:
         return "Nothing is there yet, and nothing was trained."
     return (
