@@ -17,7 +17,7 @@ from tbbn.bench.report.tables import summary_table
 from tbbn.bench.runs.recipe import parse_choice
 from tbbn.errors import UserError
 from tbbn.paper import recipes
-from tbbn.paper.published import METRICS, beside, compare, find_tables, members, paper_tables
+from tbbn.paper.published import METRICS, beside, compare, find_tables, header, members, paper_tables
 
 PAPER = Path(__file__).parents[3] / "shared" / "paper" / "paper.tex"
 TABLE1 = find_tables("table1", "cifar100")[0]
@@ -125,6 +125,27 @@ def test_a_mean_at_a_tie_is_rounded_as_in_every_other_table() -> None:
     assert cells(records, "ft + bn")[2] == row[2]
 
 
+def test_f_by_the_formula_of_the_text_stands_beside_f() -> None:
+    records = [run_of("bn", seed, 0.3) for seed in (0, 1)]
+    for record, first in zip(records, (0.9, 0.7), strict=True):
+        record.task_sizes = [50, 25, 25]
+        record.accuracy = record.task_il = [[first], [0.95, 0.8], [0.3, 0.5, 0.6]]
+    table = compare(TABLE1, records, rows=[("ft", "bn"), ("ft", "gn")])
+    at = table.header.index("F_text ours")
+    assert table.header[at - 3 : at + 2] == ("F paper", "ours", "diff.", "F_text ours", "A_l paper")
+    # F: ((.95 - .3) + (.8 - .5)) / 3 for both. F_text: (max(.9 - .95, .9 - .3) + .3) / 3 = .3, and (.4 + .3) / 3.
+    assert table.rows[0][at - 2 : at + 1 : 2] == ("31.7 ± 0.0", "26.7 ± 4.7") and table.rows[1][at] == "-"
+    formulas = [note for note in table.notes if note.startswith("F")]
+    assert formulas == [
+        "F = (1/T) sum_{i<T} (max_{t<T} a[t,i] - a[T,i])",
+        "F_text = (1/T) sum_{i<T} max_{t>i} (a[i,i] - a[t,i])",
+        "F is by the formula of the released code, F_text by that of the text; the paper prints one F.",
+    ]
+    assert len(set(header(TABLE1.columns, unique=True))) == len(table.header) == 15
+    online = find_tables("online")[0]
+    assert "F" not in online.columns and "F_text ours" not in header(online.columns)
+
+
 def test_methods_are_blocks_and_the_best_of_ours_in_each_is_bold() -> None:
     table2 = find_tables("table2", "cifar100")[0]
 
@@ -143,8 +164,8 @@ def test_methods_are_blocks_and_the_best_of_ours_in_each_is_bold() -> None:
     ]
     bold = {(table.rows[i][0], table.header[j - 1]) for i, j in table.bold}
     # Forgetting is 0.6 / 2 and 0.5 / 2. Lucir's two runs have other seeds: none of them is the best.
-    assert bold == {("eeil + tbbn", f"{column} paper") for column in ("A_f", "A_a", "F", "A_l")}
-    assert all(table.header[j] == "ours" for _, j in table.bold)
+    assert bold == {("eeil + tbbn", title) for title in ("A_f paper", "A_a paper", "F paper", "diff.", "A_l paper")}
+    assert {table.header[j] for _, j in table.bold} == {"ours", "F_text ours"}
 
 
 def test_a_note_about_a_row_stands_under_a_table_that_shows_it() -> None:

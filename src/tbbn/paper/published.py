@@ -35,7 +35,8 @@ _IDENTITY = (
     "train.epochs", "train.scale", "train.keep",
 )  # fmt: skip
 _SEEDS = ("seed", "data.class_order_seed")
-_FIRST = 2  # columns before the first metric's three: the paper's, ours, the difference
+_TEXT_F = "F_text"  # the paper prints one F; ours by the formula of its text gets a column beside it
+_OURS_OF = {**METRICS, _TEXT_F: "forgetting_text"}
 _OURS = " (ours)"  # a row that the paper does not have
 Key = tuple[str, str]  # a row's method and norm
 
@@ -132,6 +133,8 @@ def compare(
 ) -> Table:
     """The paper's table with three columns per metric: the paper's value, ours (mean ± standard deviation), the difference.
 
+    Beside F, for which the paper has two formulas, our F by the other one has a column.
+
     Ours are the finished runs of the table's recipe with ``settings`` applied; runs that differ only in their seeds form a row.
     With three seeds or more, a difference within two standard errors of our mean is marked "=". Rows that the paper does not
     have are marked "(ours)". If ``rows`` is given, only these are shown; ``missing=False`` omits rows without runs.
@@ -155,15 +158,15 @@ def compare(
         if missing and not of_row:
             cells.append(_row(name, table.columns, printed, []))
             lines.append((key[0], None))
-    header = ["method + norm", "seeds"]
-    for column in table.columns:
-        header += [f"{column} paper", "ours", "diff."]
     shown = [" + ".join(key) for key, of_row in found.items() if of_row or missing]
     known = {" + ".join(key) for key in recipe}
     about = [*table.notes, *table.cost_notes(), *table.impossible()]
     # A note about a row is shown only if the table shows that row.
     notes = [note for note in about if (row := note.partition(":")[0]) not in known or row in shown]
-    notes += [FORMULAS[METRICS[column]] for column in table.columns]
+    notes += [FORMULAS[_OURS_OF[column]] for column in _with_text_f(table.columns)]
+    notes += ["F is by the formula of the released code, F_text by that of the text; the paper prints one F."] * (
+        "F" in table.columns
+    )
     notes.append(
         "ours: mean ± standard deviation over seeds. diff.: ours - paper; = means within two standard errors (three seeds or "
         "more)."
@@ -178,18 +181,34 @@ def compare(
     if n_others:
         notes.append(f"Unfinished runs of this table, not counted: {n_others}.")
     return Table(
-        tuple(header), tuple(cells), tuple(notes), caption=f"{stamp(configs)}{table.title}",
+        header(table.columns), tuple(cells), tuple(notes), caption=f"{stamp(configs)}{table.title}",
         blocks=tuple(i for i, (method, _) in enumerate(lines) if not i or method != lines[i - 1][0]),
-        bold=frozenset(_bold(lines, [METRICS[column] for column in table.columns])),
+        bold=frozenset(_bold(lines, table.columns)),
     )  # fmt: skip
 
 
-def _bold(lines: Sequence[tuple[str, Group | None]], metrics: Sequence[str]) -> Iterator[tuple[int, int]]:
+def header(columns: Sequence[str], *, unique: bool = False) -> tuple[str, ...]:
+    """The titles of a table with these metrics; ``unique`` names the metric in each, for formats that need unique titles."""
+    titles = ["method + norm", "seeds"]
+    for column in _with_text_f(columns):
+        name = f"{column} " if unique else ""
+        titles += [f"{column} ours"] if column == _TEXT_F else [f"{column} paper", f"{name}ours", f"{name}diff."]
+    return tuple(titles)
+
+
+def _with_text_f(columns: Sequence[str]) -> list[str]:
+    """The metrics of a table of the paper, with F_text after F."""
+    return [name for column in columns for name in ([column, _TEXT_F] if column == "F" else [column])]
+
+
+def _bold(lines: Sequence[tuple[str, Group | None]], columns: Sequence[str]) -> Iterator[tuple[int, int]]:
     """The cells with the best of our means among the rows of a method; ``lines`` has each row's method and runs."""
+    metrics = _with_text_f(columns)
+    places = [i for i, title in enumerate(header(columns)) if title.endswith("ours")]
     for method in dict.fromkeys(method for method, _ in lines):
         block = [(i, group) for i, (name, group) in enumerate(lines) if name == method and group is not None]
-        for row, metric in best_means([group for _, group in block], metrics):
-            yield block[row][0], _FIRST + 3 * metric + 1
+        for row, metric in best_means([group for _, group in block], [_OURS_OF[name] for name in metrics]):
+            yield block[row][0], places[metric]
 
 
 def members(
@@ -274,8 +293,10 @@ def departures_note(pairs: Iterable[tuple[RunConfig, RunConfig]]) -> list[str]:
 
 def _row(name: str, columns: Sequence[str], printed: Sequence[float] | None, runs: Sequence[Record]) -> tuple[str, ...]:
     row = [name, str(len(runs))]
-    for number, column in enumerate(columns):
-        row += _cells(printed[number] if printed else None, [100 * run.metrics[METRICS[column]] for run in runs])
+    papers = dict(zip(columns, printed or (), strict=False))
+    for column in _with_text_f(columns):
+        cells = _cells(papers.get(column), [100 * run.metrics[_OURS_OF[column]] for run in runs])
+        row += cells[1:2] if column == _TEXT_F else cells
     return tuple(row)
 
 

@@ -212,7 +212,7 @@ def _show(
     given: dict[str, Any],
     rows: list[tuple[str, str]],
 ) -> None:
-    from tbbn.paper.published import compare
+    from tbbn.paper.published import compare, header
 
     if args.name in FIGURES:
         drawn = paper_figures.of_runs(args.name, table, records, given, rows)
@@ -220,6 +220,5 @@ def _show(
         return
     shown = compare(table, records, given, rows=rows)
     if args.format == "csv":  # columns need unique names
-        long = (f"{column} {what}" for column in table.columns for what in ("paper", "ours", "diff."))
-        shown = replace(shown, header=(*shown.header[:2], *long))
+        shown = replace(shown, header=header(table.columns, unique=True))
     print_table(shown, args.format)
