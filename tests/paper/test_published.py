@@ -225,13 +225,23 @@ def test_only_the_rows_that_were_asked_for_are_shown() -> None:
 
 
 def test_only_tables_and_rows_of_which_there_are_runs_stand_beside_them() -> None:
-    assert beside([]) == [] and beside([run_of("bn", 0, 0.3, **{"train.keep": "last"})]) == []
+    assert beside([]) == [] and beside([run_of("bn", 0, 0.3, **{"data.tasks": 25})]) == []
     assert beside([run_of("weighted", 0, 0.3)]) == [], "the paper has no such row"
     tables = beside([run_of("cn", 0, 0.3), run_of("bn", 0, 0.3)])
     assert [table.caption[:8] for table in tables] == ["Table 1:", "Table 2:", "Ablation"]
     assert [[row[0] for row in table.rows] for table in tables] == [["ft + bn", "ft + cn"]] * 2 + [["ft + bn"]]
     (impossible,) = (note for note in tables[1].notes if "is impossible" in note)  # eeil and ssil are not shown
     assert impossible.startswith("ft + cn: ")
+
+
+def test_runs_that_keep_another_epoch_stand_beside_the_paper_if_no_others_are_there() -> None:
+    own, last = run_of("bn", 0, 0.3), [run_of(norm, 0, 0.4, **{"train.keep": "last"}) for norm in ("bn", "tbbn")]
+    table = beside(last)[0]
+    assert [row[:4] for row in table.rows] == [("ft + bn", "1", "35.41", "40.0"), ("ft + tbbn", "1", "38.46", "40.0")]
+    assert table.notes[-1].endswith("the recipe: train.keep = last.")
+    table = beside([*last, own])[0]
+    assert [row[:4] for row in table.rows] == [("ft + bn", "1", "35.41", "30.0")], "as before"
+    assert not any("train.keep" in note for note in table.notes)
 
 
 def test_settings_that_are_not_the_recipes_are_named() -> None:

@@ -9,7 +9,7 @@ from functools import cache
 from math import sqrt
 from typing import Any
 
-from tbbn.bench.config import RunConfig, Values, flatten, resolve, to_dict
+from tbbn.bench.config import SETTINGS, RunConfig, Values, flatten, resolve, to_dict
 from tbbn.bench.engine.record import Record
 from tbbn.bench.metrics import FORMULAS
 from tbbn.bench.report.groups import Group, groups, repeated_note, stamp, without_seed
@@ -112,14 +112,19 @@ def find_tables(name: str, data: str | None = None) -> list[PaperTable]:
 
 
 def beside(records: Sequence[Record]) -> list[Table]:
-    """The paper's tables with at least one row that these records reproduce, with only the rows that have records."""
+    """The paper's tables with at least one row that these records reproduce, with only the rows that have records.
+
+    A table without a run that keeps the epoch which the recipe keeps shows runs that keep another, and says so in its notes.
+    """
     names = {record.run_config.data.name for record in records}
     tables = []
     for table in paper_tables():
         layers, _ = table.layers()
         if resolve(*layers).data.name in names:
-            found = compare(table, records, missing=False)
-            tables += [found] if any(_OURS not in row[0] for row in found.rows) else []
+            keeps = ({}, *({"train.keep": keep} for keep in SETTINGS["train.keep"].choices))
+            made = (compare(table, records, settings, missing=False) for settings in keeps)
+            found = next((shown for shown in made if any(_OURS not in row[0] for row in shown.rows)), None)
+            tables += [found] if found else []
     return tables
 
 
