@@ -96,7 +96,7 @@ def test_penalty():
     model = nn.Sequential(make("adab2n", strength=0.5), make("adab2n", strength=2.0), make("adab2n", strength=0.0))
     x = data((12, 4, 3, 2)).requires_grad_()
     ids = torch.tensor([2] * 8 + [0, 1, 1, 1])
-    assert tbbn.penalty(model) is None
+    assert tbbn.penalty(model) == 0
     with tbbn.balance(model, **EIGHT, task_ids=ids):
         y = model(x)
     wanted, z = 0.0, x
@@ -111,7 +111,7 @@ def test_penalty():
     model.eval()(x)
     assert tbbn.penalty(model) is got or torch.equal(tbbn.penalty(model), got)
     y = model.train()(x)  # outside a block there is nothing to add
-    assert tbbn.penalty(model) is None and y.requires_grad
+    assert tbbn.penalty(model) == 0 and y.requires_grad
 
 
 def test_the_steps_for_a_kernel_are_the_forward_in_training():
@@ -133,8 +133,13 @@ def test_the_steps_for_a_kernel_are_the_forward_in_training():
     assert layer.snapshot(x) is None  # and outside
 
 
-def test_penalty_of_other_models_is_none():
-    assert tbbn.penalty(nn.Sequential(nn.BatchNorm2d(3))) is None
+def test_penalty_of_other_models_is_zero():
+    for model in (nn.Sequential(nn.BatchNorm2d(3)), nn.ReLU(), make("adab2n").to("meta")):
+        found = tbbn.penalty(model)
+        assert found.shape == () and found.device == next(model.parameters(), torch.zeros(())).device
+    layer, x = make("adab2n"), data((12, 4, 3, 2)).requires_grad_()
+    with tbbn.balance(layer, current=8, memory=4, past_tasks=0):  # in the first task one writes the same line
+        (layer(x).pow(2).sum() + tbbn.penalty(layer)).backward()
 
 
 def test_refuses_tasks_it_does_not_know():

@@ -1,5 +1,7 @@
 """What ``balance`` gives to a model, for how long, and what it leaves alone."""
 
+import copy
+
 import pytest
 import torch
 from literal import split_by_split
@@ -125,10 +127,25 @@ def test_a_model_without_a_balanced_layer_is_an_error_with_the_remedy():
         UserError, match=r"balance: Sequential has no task-balanced layer; call tbbn.convert\(model\) once"
     ):
         tbbn.balance(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), **EIGHT)
-    with pytest.raises(UserError, match="no task-balanced layer"):
-        tbbn.balance(network("gn", groups=2), **EIGHT)
     with pytest.raises(UserError, match="balance: Linear has no batch norm, so there is nothing to balance"):
         tbbn.balance(nn.Linear(2, 2), **EIGHT)
+
+
+@pytest.mark.parametrize("norm", ["bn", "in", "gn", "sn", "brn", "cn"])
+def test_one_loop_serves_norms_that_need_no_layout(norm):
+    options = {"groups": 2} if norm in ("gn", "cn") else {}
+    model, x = network(norm, **options).double(), images().double()
+    wanted = copy.deepcopy(model)(x)
+    with tbbn.balance(nn.Sequential(model), **EIGHT):
+        assert torch.equal(model(x), wanted)
+    with pytest.raises(UserError, match="past_tasks"):  # the layout is checked all the same
+        tbbn.balance(model, current=8, memory=4)
+    if norm == "bn":
+        with pytest.raises(UserError, match="no task-balanced layer"):
+            tbbn.balance(tbbn.revert(model), **EIGHT)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(tbbn.convert(model))
+        with pytest.raises(UserError, match="convert_sync_batchnorm"):  # convert to tbbn took the mark of "bn" away
+            tbbn.balance(model, **EIGHT)
 
 
 @pytest.mark.parametrize(

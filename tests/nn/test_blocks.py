@@ -175,6 +175,31 @@ def test_a_block_that_was_forgotten_is_said_once_a_process(monkeypatch):
         other(images())
 
 
+def test_blocks_that_never_balance_anything_are_said_once_a_process(monkeypatch):
+    monkeypatch.setattr(modules, "FORGOTTEN", 3)
+    monkeypatch.setattr(modules.BalancedNorm, "warned_of_one_sided", False)
+    rows = torch.arange(12)
+    wrong = {"labels": rows, "current_classes": range(40, 50), "past_tasks": 4}  # no label is in the range
+    model, once, first = network(), network(), network()
+    with tbbn.balance(once, current=8, memory=4, past_tasks=4):
+        once(images())
+    for _ in range(5):
+        for one, layout in ((once, wrong), (first, {"current": 12, "memory": 0, "past_tasks": 0})):
+            with tbbn.balance(one, **layout):
+                one(images())
+    for _ in range(2):
+        with tbbn.balance(model, **wrong):
+            model(images())
+    said = r"3 tbbn.balance blocks with past_tasks=4, .*current=0, memory=12\)"
+    with pytest.warns(UserWarning, match=said) as seen, tbbn.balance(model, **wrong):
+        model(images())
+    assert len(seen) == 1 and seen[0].filename == __file__
+    other = copy.deepcopy(model)
+    for _ in range(5):
+        with tbbn.balance(other, **wrong):
+            other(images())
+
+
 def test_a_block_without_memory_says_that_plain_batch_norm_is_meant():
     model = network()
     with tbbn.balance(model, **EIGHT):

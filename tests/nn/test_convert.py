@@ -452,3 +452,12 @@ def test_a_lazy_layer_takes_no_other_settings():
     with pytest.raises(UserError, match="does not know its channels yet"):
         tbbn.convert(nn.LazyBatchNorm2d(), "tbbn", affine=False)
     assert tbbn.convert(nn.LazyBatchNorm2d(), "tbbn", affine=True).affine
+
+
+@pytest.mark.parametrize("function", [tbbn.convert, tbbn.revert])
+@pytest.mark.parametrize("given", [nn.BatchNorm2d, [nn.BatchNorm2d(3)], None])
+def test_what_is_no_model_is_refused(function, given):
+    with pytest.raises(
+        TypeError, match=f"{function.__name__}: the first argument must be the model, an nn.Module, got"
+    ):
+        function(given)

@@ -192,7 +192,15 @@ class AdaptiveBalancedNorm(AnyDims, BalancedNorm):
             self.penalty = self.strength * (F.mse_loss(mean, targets[0]) + F.mse_loss(var, targets[1]))
 
 
-def penalty(module: nn.Module) -> Tensor | None:
-    """The sum of the layers' penalties in the last training forward, to add to the loss; None without any."""
-    found = [m.penalty for m in module.modules() if isinstance(m, AdaptiveBalancedNorm) and m.penalty is not None]
-    return torch.stack(found).sum() if found else None
+def penalty(module: nn.Module) -> Tensor:
+    """The sum of the layers' penalties in the last training forward, to add to the loss; 0 if no layer has one."""
+    found = penalties(module)
+    if found:
+        return torch.stack(found).sum()
+    parameter = next(module.parameters(), None)
+    return torch.zeros((), device=None if parameter is None else parameter.device)
+
+
+def penalties(module: nn.Module) -> list[Tensor]:
+    """The penalty of each layer that had one in its last training forward."""
+    return [m.penalty for m in module.modules() if isinstance(m, AdaptiveBalancedNorm) and m.penalty is not None]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tbbn.errors import UserError
 from tbbn.nn.active import Block, enter, leave
-from tbbn.nn.convert import is_norm
+from tbbn.nn.convert import is_norm, needs_no_layout
 from tbbn.nn.modules import BalancedNorm, PlannedNorm
 from tbbn.nn.plan import make_layout, row_values, whole_number
 from tbbn.nn.sync import Counts, share_counts
@@ -48,6 +48,9 @@ class balance:
         rows_per_sample: for models whose batch norms get several consecutive rows per sample: tokens, boxes or frames. A layer
             whose input has that many times the rows of the batch treats the rows of a sample as its pixels. "any": each layer
             takes the number from its input.
+
+    If :func:`convert` gave the model norms that need no layout, such as "bn" or "gn", the block does nothing, so that one loop
+    serves all norms.
 
     The layout applies only inside the block, in the thread or asyncio task that entered it. Blocks may be nested, and each model
     has its own. Teachers in eval mode are not affected.
@@ -97,23 +100,26 @@ class balance:
             )
         self.layout = make_layout(current, memory, is_memory, past_tasks, ids, rule)
         layers = list(balanced_layers(module))
-        if not layers:
+        if not layers and not needs_no_layout(module):
             raise _nothing_to_balance(module)
         self.layers, self.rank_counts = layers, rank_counts
         synced = [layer for layer in layers if isinstance(layer, PlannedNorm) and layer.sync]
         self.groups = {layer.process_group: _device(layer) for layer in synced}
 
     def __enter__(self) -> None:
+        if not self.layers:
+            return
         layout = share_counts(self.layout, self.groups, self.rank_counts)
         # All layers prepare before the block is entered, so that a layer that cannot take the layout raises first.
         enter(Block(self, layout, {layer: layer.prepare(layout) for layer in self.layers}, self.rows_per_sample))
         if not torch.compiler.is_compiling():
-            self.layers[0].warn_outside()
+            self.layers[0].count_block(layout)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leave(self)
+        if self.layers:
+            leave(self)
 
 
 def _rows_per_sample(given: Any) -> int | str:

@@ -27,6 +27,8 @@ _OVER_RANKS = (layers.RankBatchNorm1d, layers.RankBatchNorm2d, layers.RankBatchN
 # A new layer gets these of the one it replaces, if it takes them.
 _OF_THE_OLD = ("eps", "momentum", "affine", "track_running_stats", "device", "dtype")
 
+_NEEDS_NO_LAYOUT = "tbbn_needs_no_layout"  # an attribute of a converted model
+
 # A norm is a class for each of BatchNorm1d, 2d and 3d, or one class that replaces all three.
 _Classes = type[nn.Module] | tuple[type[nn.Module], ...]
 _BUILT_IN: dict[str, tuple[_Classes, str]] = {
@@ -71,6 +73,7 @@ def convert(
     >>> type(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]).__name__
     'TaskBalancedBatchNorm2d'
     """
+    _check_module("convert", module)
     options = checked_options(f"norm {norm!r}", NORMS.options(norm), options)
     if sync or process_group is not None:
         options |= _sync_options(norm, process_group)
@@ -78,6 +81,7 @@ def convert(
     new, norms = _replace(module, lambda old: _make(norm, old, options), skipped)
     if norm != "bn":
         warn_of_unchanged(module, norms, skipped)
+    _mark(new, norms > 0 and not any(isinstance(m, layers.BalancedNorm) for m in new.modules()))
     return new
 
 
@@ -94,7 +98,28 @@ def revert(module: nn.Module) -> nn.Module:
         name = old.norm.__name__ if isinstance(old, ForeignNorm) else type(old).__name__
         raise UserError(f"revert: {name} is not batch norm in eval mode and cannot become one.")
 
-    return _replace(module, plain)[0]
+    _check_module("revert", module)
+    new = _replace(module, plain)[0]
+    _mark(new, False)
+    return new
+
+
+def _check_module(function: str, module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{function}: the first argument must be the model, an nn.Module, got {module!r:.60}.")
+
+
+def _mark(module: nn.Module, needs_no_layout: bool) -> None:
+    """Note whether :func:`convert` gave the module norms that need no layout, so that ``balance`` has nothing to do."""
+    for each in module.modules():
+        vars(each).pop(_NEEDS_NO_LAYOUT, None)
+    if needs_no_layout:
+        vars(module)[_NEEDS_NO_LAYOUT] = True
+
+
+def needs_no_layout(module: nn.Module) -> bool:
+    """Whether :func:`convert` gave the module, or one inside it, norms that need no layout."""
+    return any(_NEEDS_NO_LAYOUT in vars(each) for each in module.modules())
 
 
 def _replace(

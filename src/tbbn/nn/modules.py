@@ -50,6 +50,7 @@ class BalancedNorm(AnyBatchNorm):
     is_batch_norm_in_eval = True  # so that tbbn.revert can replace it by batch norm
     wants_task_ids = False  # whether it uses the ``task_ids`` of a layout
     warned_of_forgotten = False  # once per process, not per layer
+    warned_of_one_sided = False  # likewise
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,6 +58,7 @@ class BalancedNorm(AnyBatchNorm):
         # Whether to warn of a training forward outside ``balance``. None: never used inside yet. False: has warned.
         self._warns: bool | None = None
         self._n_outside = 0  # training forwards before the first block
+        self._n_one_sided: int | None = 0  # blocks of later tasks without memory or current rows; None: one had both
         self._uncompiled = False  # whether compiled code leaves its forwards to Python: see tbbn.nn.uncompiled
 
     def prepare(self, layout: Layout) -> Any:
@@ -108,10 +110,27 @@ class BalancedNorm(AnyBatchNorm):
         """Whether the layer is plain batch norm without a layout."""
         return True
 
-    def warn_outside(self) -> None:
-        """Have the next training forward outside ``balance`` warn, once, now that the model has been used inside."""
+    def count_block(self, layout: Layout) -> None:
+        """Watch for mistakes that raise no error, now that the model is inside a block with this layout.
+
+        The next training forward outside warns once. So do many blocks of a later task if none of them balanced anything.
+        """
         if self._warns is None and self.needs_layout:
             self._warns = True
+        if self._n_one_sided is None or not layout.past_tasks or not self.needs_layout:
+            return
+        if layout.current and layout.memory:
+            self._n_one_sided = None
+            return
+        self._n_one_sided += 1
+        if self._n_one_sided == FORGOTTEN and not BalancedNorm.warned_of_one_sided:
+            BalancedNorm.warned_of_one_sided = True
+            warnings.warn(
+                f"{FORGOTTEN} tbbn.balance blocks with past_tasks={layout.past_tasks}, none with both current and memory rows "
+                f"(the last: current={layout.current}, memory={layout.memory}): the layers have been plain batch norm. Check the "
+                "counts, the mask or the labels; to train without a memory, use past_tasks=0.",
+                stacklevel=3,
+            )
 
     def _count_outside(self) -> None:
         if self._warns:
@@ -133,7 +152,14 @@ class BalancedNorm(AnyBatchNorm):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_forwards": Forwards(), "_warns": None, "_n_outside": 0, "_uncompiled": False}
+        return {
+            **vars(self),
+            "_forwards": Forwards(),
+            "_warns": None,
+            "_n_outside": 0,
+            "_n_one_sided": 0,
+            "_uncompiled": False,
+        }
 
     def __prepare_scriptable__(self) -> Any:
         raise UserError(

@@ -153,7 +153,10 @@ def make_layout(
         memory = int(is_memory.sum())
         current = is_memory.numel() - memory
     elif current is None or memory is None:
-        raise UserError("balance: give both current and memory (row counts), or is_memory (a bool per row).")
+        raise UserError(
+            "balance: give both current and memory (row counts); or else is_memory (a bool per row), labels and "
+            "current_classes, or task_ids and current_task."
+        )
     current, memory, past_tasks = _counts("balance", current, memory, past_tasks)
     if task_ids is not None and task_ids.numel() != current + memory:
         raise UserError(

@@ -22,7 +22,7 @@ from tbbn.bench.engine.ranks import Ranks
 from tbbn.bench.methods import Losses
 from tbbn.bench.models import Network, Output
 from tbbn.errors import UserError
-from tbbn.nn import penalty
+from tbbn.nn.adab2n import penalties
 
 # Reserved names: the other keys of an epoch's entry in the history, and the engine's own terms.
 _TAKEN = ("task", "phase", "epoch", "lr", "validation", "norm", "total")
@@ -115,7 +115,8 @@ class Step:
                     previous = self.share.whole(self.teacher(batch.images), stages=self.needs_stages)
             output = self.share.whole(self._output(self.share.of(batch)), stages=self.needs_stages)
             terms = _checked(named, self.loss(batch, output, previous))
-            extra = penalty(self.network) if self.has_penalty else None
+            of_norms = penalties(self.network) if self.has_penalty else []
+            extra = torch.stack(of_norms).sum() if of_norms else None
         if not any(term.requires_grad for term in terms.values()):
             raise UserError(f"{named} has no term with a gradient, so there is nothing to train; got {terms!r:.60}.")
         own = _checked(f"{self.place}: penalty", self.penalty(self.network))
