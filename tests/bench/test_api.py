@@ -174,7 +174,9 @@ def test_data_may_be_arrays_or_datasets(capsys: pytest.CaptureFixture[str]) -> N
     assert any(finding["not_checked"].startswith("the data was passed in memory") for finding in findings)
     (loaded,) = tbbn.load("kept")
     assert loaded.network()(torch.from_numpy(IMAGES)[:, None]).shape == (48, 4)  # needs no data
-    with pytest.raises(UserError, match=f"'{name}' was passed in memory and is gone; pass the same data"):
+    with pytest.raises(
+        UserError, match=f"'{name}' was passed in memory and is no longer available; pass the same data"
+    ):
         tbbn.run(**{**ARRAYS, "data": name})
     assert tbbn.run(**ARRAYS, out="kept")[0].accuracy == loaded.accuracy
 
@@ -251,7 +253,7 @@ def test_progress_is_shown_unless_quiet(capsys: pytest.CaptureFixture[str]) -> N
         ({"batch.augment": "flop"}, r"unknown augmentation 'flop'; .*Did you mean 'flip'\?"),
         ({"method": 3}, "tbbn.run: method must be a name, a list of names or a dict with a name, got 3"),
         ({"norm": ["bn", 3]}, "tbbn.run: norm must be a name, a list of names"),
-        ({"seeds": 0}, "tbbn.run: seeds must be a number of seeds, or different seeds from 0 on, got 0"),
+        ({"seeds": 0}, "tbbn.run: seeds must be a number of seeds, or distinct seeds of at least 0, got 0"),
         ({"seeds": "3"}, "seeds must be a number"),
         ({"seeds": [1, 1]}, "seeds must be a number"),
         ({"seeds": 2, "seed": 1}, "tbbn.run: use either seed or seeds"),
@@ -360,7 +362,7 @@ def test_a_run_without_a_checkpoint_has_no_network() -> None:
 
 @pytest.mark.parametrize("lanes", [0, -1, 1.5, True, "many"])
 def test_a_wrong_number_of_lanes_is_one_line(lanes: Any) -> None:
-    with pytest.raises(UserError, match="lanes must be a whole number from 1 on, or 'auto'"):
+    with pytest.raises(UserError, match="lanes must be a whole number of at least 1, or 'auto'"):
         tbbn.run("ft", "bn", "synthetic:4x6x2x8", lanes=lanes, quiet=True)
 
 

@@ -229,7 +229,7 @@ def test_a_file_is_read_up_to_a_limit_and_what_is_no_file_is_refused(tmp_path: P
     file = tmp_path / "a"
     file.write_bytes(b"12345")
     assert read_limited(file, 5) == b"12345"
-    with pytest.raises(UserError, match=r"a: has 5 bytes, more than the 4 that such a file may have"):
+    with pytest.raises(UserError, match=r"a: has 5 bytes; the limit for this file is 4"):
         read_limited(file, 4)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")

@@ -195,7 +195,7 @@ class Result:
         if self._network is not None:
             return trained(self.record, self._network)
         if self.directory is None:
-            raise UserError("this run has no network: it did not get as far as the first task.")
+            raise UserError("this run has no network: it stopped before the first task ended.")
         if self.config.backbone not in BACKBONES:
             raise UserError(
                 f"{self.directory}: backbone {self.config.backbone!r} is not registered here; register it, name its plugin, or "
@@ -319,7 +319,7 @@ def _lanes(lanes: Any) -> int | None:
     if lanes is None or (isinstance(lanes, str) and lanes == "auto"):
         return None
     if not _whole(lanes, 1):
-        raise UserError(f"tbbn.run: lanes must be a whole number from 1 on, or 'auto', got {lanes!r}.")
+        raise UserError(f"tbbn.run: lanes must be a whole number of at least 1, or 'auto', got {lanes!r}.")
     return int(lanes)
 
 
@@ -342,7 +342,7 @@ def _seeds(seeds: Any, given: Mapping[str, Any]) -> tuple[int, ...]:
         several = list(seeds)
         if several and all(_whole(seed, 0) for seed in several) and len(set(several)) == len(several):
             return tuple(map(int, several))
-    raise UserError(f"tbbn.run: seeds must be a number of seeds, or different seeds from 0 on, got {seeds!r:.60}.")
+    raise UserError(f"tbbn.run: seeds must be a number of seeds, or distinct seeds of at least 0, got {seeds!r:.60}.")
 
 
 def _registered(factory: Any) -> str:

@@ -58,7 +58,7 @@ def read_limited(path: Path, largest: int) -> bytes:
     ):  # a folder fails below, with its own message
         raise UserError(f"{path}: not a file")
     if status.st_size > largest:
-        raise UserError(f"{path}: has {status.st_size} bytes, more than the {largest} that such a file may have")
+        raise UserError(f"{path}: has {status.st_size} bytes; the limit for this file is {largest}")
     return path.read_bytes()
 
 

@@ -53,7 +53,7 @@ def write_set(root: Path, n_train: int = 3, side: int = 6) -> Path:
         ("--threads 5000", r"threads must be at most 1024, got 5000\."),
         ("--train.clip_value 1e300", r"train\.clip_value must be at most 3\.4e\+38, got 1e\+300\."),
         ("--train.lr 1e300", r"train\.lr must be at most 3\.4e\+38, got 1e\+300\."),
-        ("--device meta", r"device 'meta' cannot be used here: tensors there hold no numbers\."),
+        ("--device meta", r"device 'meta' cannot be used here: its tensors hold no data\."),
         ("--norm.eps -1", r"norm 'bn': eps must be at least 1e-30, got -1\.0\."),
         ("--norm.momentum x", r"norm 'bn': momentum must be a number, got 'x'\."),
         ("--norm gn(groups=0)", r"norm 'gn': groups must be at least 1, got 0"),

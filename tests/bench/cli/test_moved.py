@@ -102,13 +102,13 @@ def test_other_data_of_the_same_name_are_refused(capsys: Capture, monkeypatch: p
     before = Path("runs/x/record.json").read_bytes()
     capsys.readouterr()
     said = mistake(capsys, "resume", "runs/x", "--quiet", "--data.root", "other")
-    assert "runs/x: was trained on other data than placed in other (mean: " in said
-    assert "name the folder of its own data with --data.root" in said
+    assert "runs/x: was trained on different data than placed in other (mean: " in said
+    assert "set --data.root to the folder of the original data" in said
     assert Path("runs/x/record.json").read_bytes() == before
     said = mistake(capsys, "resume", "runs/x", "--quiet", "--data.root", "fewer")
-    assert "was trained on other data than placed in fewer" in said, "not that the checkpoint is to be deleted"
+    assert "was trained on different data than placed in fewer" in said, "not that the checkpoint is to be deleted"
     for command in ("drift", "slots"):
-        assert "was trained on other data" in mistake(capsys, command, "runs/x", "--data.root", "other")
+        assert "was trained on different data" in mistake(capsys, command, "runs/x", "--data.root", "other")
     assert main(("resume", "runs/x", "--quiet", "--data.root", "here")) == 0
     assert main(("verify", "runs/x", "--data.root", "other")) == 1
     assert "data: the record says" in capsys.readouterr().out

@@ -89,13 +89,13 @@ def test_runs_of_a_package_are_read_without_it(
         assert "\ntempered + rms(power=0.4) " in capsys.readouterr().out
         assert main(["verify", "runs/mine"]) == 0
         said = capsys.readouterr().out
-        assert "OK" in said and "dataset 'stripes' comes from a plugin that is not here" in said
+        assert "OK" in said and "dataset 'stripes' comes from a plugin that is not loaded" in said
         assert main(["verify", "runs/mine", "--json"]) == 0
         (entry,) = json.loads(capsys.readouterr().out)
         reasons = {finding["subject"]: finding["not_checked"] for finding in entry["findings"]}
-        assert reasons["results against the labels"] == "dataset 'stripes' comes from a plugin that is not here"
+        assert reasons["results against the labels"] == "dataset 'stripes' comes from a plugin that is not loaded"
         assert main(["verify", "runs/mine", "--retrain-task", "2"]) == 2
-        wanted = "runs/mine: method 'tempered' comes from the plugin striped 1.2, which is not here; install it"
+        wanted = "runs/mine: method 'tempered' comes from the plugin striped 1.2, which is not loaded; install it"
         assert wanted in capsys.readouterr().err
         assert wanted in mistake(capsys, "run", *WORDS, "--name", "mine")  # the record there knows its plugin
         assert "unknown method 'tempered'" in mistake(capsys, "run", *WORDS, "--name", "another")
@@ -115,7 +115,9 @@ def test_resuming_without_the_package_names_it(
     capsys.readouterr()
     with temporary_absence(installed, monkeypatch):
         error = mistake(capsys, "resume", "runs/mine")
-        assert "runs/mine: method 'tempered' comes from the plugin striped 1.2, which is not here; install it" in error
+        assert (
+            "runs/mine: method 'tempered' comes from the plugin striped 1.2, which is not loaded; install it" in error
+        )
     monkeypatch.syspath_prepend(installed)
     with temporary(fresh=True):
         assert main(["resume", "runs/mine", "--quiet"]) == 0

@@ -122,7 +122,7 @@ def test_after_a_killed_rank_torchrun_resumes_the_run_with_the_same_result(tmp_p
     [
         ({"norm__name": "brn"}, "norm 'brn' does not take its statistics over ranks"),
         ({"norm__name": "tbbn", "norm__output_statistics": True}, "output_statistics is not synchronised over ranks"),
-        ({"device": "cuda:1"}, r"each rank has a GPU of its own, got device = 'cuda:1'; use 'cuda' or 'auto'"),
+        ({"device": "cuda:1"}, r"each rank uses its own GPU, got device = 'cuda:1'; use 'cuda' or 'auto'"),
     ],
     ids=["norm", "option", "device"],
 )

@@ -191,7 +191,7 @@ def test_labels_become_ids_in_sorted_order() -> None:
         (Rows([]), "no images"),
         (Rows([3]), r"pairs \(image, label\), got 3"),
         (Rows([(IMAGES[0], 0), (IMAGES[0, :, 1:], 0)]), r"one size, got \(3, 6, 5\) and \(3, 5, 5\)"),
-        ((["a", "b"], [0, 1]), "cannot become a tensor"),
+        ((["a", "b"], [0, 1]), "cannot be converted to a tensor"),
     ],
 )
 def test_mistakes_are_one_line(data: Any, wanted: str) -> None:
@@ -211,7 +211,9 @@ def test_what_was_given_has_a_name_while_somebody_holds_it() -> None:
     name = source.name
     del source, loaded
     gc.collect()
-    with pytest.raises(UserError, match=rf"'{name}' was passed in memory and is gone; pass the same data"):
+    with pytest.raises(
+        UserError, match=rf"'{name}' was passed in memory and is no longer available; pass the same data"
+    ):
         load(name)
 
 

@@ -89,7 +89,7 @@ def test_a_folder_is_counted_and_one_image_of_it_opened(tmp_path: Path, monkeypa
     assert found.train.images.shape == real.train.images.shape == (9, 3, 6, 6)
     assert found.classes == real.classes and note == ""
     assert outline(f"folder:{folder}", size=4).source.test.images.shape == (3, 3, 4, 4)
-    assert outline(f"folder:{folder}", unreadable="skip").note.endswith("unreadable ones would be left out")
+    assert outline(f"folder:{folder}", unreadable="skip").note.endswith("unreadable ones would be skipped")
     with pytest.raises(UserError, match=r"nowhere: no such folder$"):
         outline(f"folder:{tmp_path / 'nowhere'}")
     with pytest.raises(UserError, match="dataset 'folder' needs an argument after a colon"):

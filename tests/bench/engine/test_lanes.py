@@ -157,10 +157,11 @@ def test_lanes_share_their_threads_until_the_last_has_ended_and_put_them_back(th
 
 def test_lanes_that_want_other_threads_or_precision_are_refused() -> None:
     with pytest.raises(
-        UserError, match=r"lanes: runs side by side share precision, threads and autotune, got .*; run them apart\."
+        UserError,
+        match=r"lanes: parallel runs must have the same precision, threads and autotune, got .*; run them separately\.",
     ):
         run_lanes([tiny(threads=1), tiny(threads=2)], 2)
-    with pytest.raises(UserError, match=r"lanes: runs side by side share precision, threads and autotune"):
+    with pytest.raises(UserError, match=r"lanes: parallel runs must have the same precision, threads and autotune"):
         run_lanes([tiny(), tiny(precision="tf32")], 2)
 
 

@@ -250,7 +250,7 @@ def test_what_a_record_needs_and_is_not_here_is_named_with_its_plugin(text: str)
     with pytest.raises(UserError) as caught:
         plugins.require_plugins(tiny(), [{"name": "mine", "version": "3", "brings": ["norm bn", text]}], "here")
     assert str(caught.value) == (
-        f"here: {kind} {name!r} comes from the plugin mine 3, which is not here; install it, or name its file as a plugin."
+        f"here: {kind} {name!r} comes from the plugin mine 3, which is not loaded; install it, or name its file as a plugin."
     )
     plugins.require_plugins(tiny(), [{"name": "mine", "brings": ["norm bn", "method ft", "backbone small"]}], "here")
 
@@ -261,14 +261,14 @@ def test_what_a_record_needs_and_is_not_here_is_named_with_its_plugin(text: str)
         ({}, "", ""),
         (
             {"data__name": "elsewhere:3"},
-            "dataset 'elsewhere' comes from a plugin that is not here",
+            "dataset 'elsewhere' comes from a plugin that is not loaded",
             "dataset 'elsewhere'",
         ),
-        ({"data__name": "arrays:gone"}, "the data was passed in memory and is gone", ""),
-        ({"norm__name": "odd"}, "", "norm 'odd' comes from a plugin that is not here"),
-        ({"method__name": "odd"}, "", "method 'odd' comes from a plugin that is not here"),
-        ({"backbone": "odd"}, "", "backbone 'odd' comes from a plugin that is not here"),
-        ({"batch__augment": "odd"}, "", "augmentation 'odd' comes from a plugin that is not here"),
+        ({"data__name": "arrays:gone"}, "the data was passed in memory and is no longer available", ""),
+        ({"norm__name": "odd"}, "", "norm 'odd' comes from a plugin that is not loaded"),
+        ({"method__name": "odd"}, "", "method 'odd' comes from a plugin that is not loaded"),
+        ({"backbone": "odd"}, "", "backbone 'odd' comes from a plugin that is not loaded"),
+        ({"batch__augment": "odd"}, "", "augmentation 'odd' comes from a plugin that is not loaded"),
     ],
 )
 def test_why_data_or_a_network_cannot_be_made_here(settings: dict[str, Any], data: str, network: str) -> None:
@@ -344,9 +344,7 @@ def test_norms_take_their_statistics_over_ranks_where_they_have_any(norm: str) -
 
 
 def test_a_rank_has_no_gpu_of_a_number() -> None:
-    with pytest.raises(
-        UserError, match=r"^each rank has a GPU of its own, got device = 'cuda:1'; use 'cuda' or 'auto'\.$"
-    ):
+    with pytest.raises(UserError, match=r"^each rank uses its own GPU, got device = 'cuda:1'; use 'cuda' or 'auto'\.$"):
         setup.check_ranks(tiny(device="cuda:1"))
     for device in ("cuda", "auto", "cpu"):
         setup.check_ranks(tiny(device=device))

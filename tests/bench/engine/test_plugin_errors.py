@@ -44,7 +44,7 @@ def write(old: str, new: str) -> None:
         ),
         (DRAW, "return torch.rand(n - 1, 1, generator=generator)", r"draw must return .*, got float32 \(2, 1\) on cpu"),
         (DRAW, "return torch.ones(n, 1).double()", r"draw must return a float32 .*, got float64 \(3, 1\)"),
-        (DRAW, "return torch.rand(n, 1)", "draw must use its generator alone; two with the same seed differ"),
+        (DRAW, "return torch.rand(n, 1)", "draw must use only its generator for random numbers; two generators"),
         (DRAW, "return [0.5] * n", "draw must return a float32 tensor .*, got list"),
         (APPLY, "return images", r"apply must return a float32 tensor \(3, 3, 8, 8\) on the CPU, got uint8"),
         (APPLY, "return images.float()", r"apply must return images in \[0, 1\], got 0 to 255"),

@@ -38,7 +38,7 @@ from tbbn.plugins import temporary
         ({"data__online": True, "batch__current_from": "union"}, r"^data\.online needs batch\.current_from = 'task', got 'u"),
         ({"method__name": "podnet", "backbone": "small", "norm__name": "bn", "device": "cuda:9"}, r"^device 'cuda:9' cannot"),
         ({"device": "warp"}, r"^unknown device 'warp'; use 'cuda' for a GPU, 'cpu' or 'auto'\.$"),
-        ({"device": "meta"}, r"^device 'meta' cannot be used here: tensors there hold no numbers\. Use 'cpu' or 'auto'\.$"),
+        ({"device": "meta"}, r"^device 'meta' cannot be used here: its tensors hold no data\. Use 'cpu' or 'auto'\.$"),
         ({"norm__name": "tbbn", "batch__forward": "separate"}, r"^norm tbbn needs the whole batch in one forward; set ba"),
     ],
 )  # fmt: skip

@@ -201,8 +201,8 @@ def predicted(directory: Path, **tensors: Tensor) -> None:
     ("task", "values", "line"),
     [
         ("task1", [0] * 3, "3 predictions for 20 test images."),
-        ("task1", [0] * 19 + [-1], "there are predictions outside of the 4 classes."),
-        ("task1", [0] * 19 + [4], "there are predictions outside of the 4 classes."),
+        ("task1", [0] * 19 + [-1], "there are predictions outside the 4 classes."),
+        ("task1", [0] * 19 + [4], "there are predictions outside the 4 classes."),
     ],
 )
 def test_predictions_that_cannot_be_are_one_finding_and_the_other_tasks_are_checked(
@@ -225,7 +225,7 @@ def test_a_record_without_facts_about_its_data_is_of_an_earlier_version(copy: Pa
     record.data, record.predictions = {}, load_predictions(copy)
     save_record(record, copy)
     found = {f.subject: (f.problem, f.not_checked) for f in verify(copy, evaluate=False)}
-    assert found["data"] == ("", "the record is of a version that did not write it")
+    assert found["data"] == ("", "the record is from a version that did not write it")
 
 
 def test_a_method_lists_its_phases_again_with_the_memory_it_had() -> None:

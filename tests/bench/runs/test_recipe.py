@@ -112,7 +112,7 @@ def test_one_seed_is_a_count_too_and_blanks_do_not_matter(text: str, seeds: tupl
 
 def test_a_count_of_seeds_has_the_limit_of_a_sweep() -> None:
     assert len(parse_seeds("10000")) == 10_000
-    with pytest.raises(UserError, match="10001 runs are more than the 10000 of a sweep"):
+    with pytest.raises(UserError, match="10001 runs are more than the 10000 that a sweep may have"):
         parse_seeds("10001")
     assert parse_seeds("10001,") == (10001,), "a seed may be any number"
     with pytest.raises(UserError, match="seeds must be distinct and not negative, got ''"):

@@ -126,7 +126,7 @@ def test_every_part_of_the_environment_may_explain_a_difference(name: str) -> No
     here = dict(record.environment)
     assert explanation(record, here) == ""
     assert explanation(record, {**here, name: "other"}) == (
-        f"results are equal only in the same environment, and here {name} was same, is other."
+        f"results are bit-identical only in the same environment; here {name} was same, is other."
     )
     del here[name]
     assert f"{name} was same, is None" in explanation(record, here)
@@ -143,5 +143,5 @@ def test_without_a_plugin_what_needs_it_is_not_checked() -> None:
     found = list(recompute.known_before_training(record, source, scenario_of(config, source)))
     last = found[-1]
     assert (last.subject, last.problem) == ("splits, exemplars and epochs", "")
-    assert last.not_checked == "norm 'elsewhere' comes from a plugin that is not here"
+    assert last.not_checked == "norm 'elsewhere' comes from a plugin that is not loaded"
     assert "splits" not in {finding.subject for finding in found}

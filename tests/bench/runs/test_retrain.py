@@ -102,7 +102,7 @@ def test_a_changed_environment_is_named_as_the_likely_cause(tmp_path: Path, monk
     record.weights[0] = "f" * 64
     save_record(record, tmp_path)
     said = problems(tmp_path, 0)["weights after task 1, retrained"]
-    assert "results are equal only in the same environment" in said
+    assert "results are bit-identical only in the same environment" in said
     assert f"device was cuda, is cpu, torch was 2.0, is {torch.__version__}" in said
     record.environment |= {"torch": torch.__version__, "device": "cpu"}
     record.resumed = [{"torch": "2.0"}]

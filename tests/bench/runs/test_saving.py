@@ -100,7 +100,7 @@ def test_the_limits_are_those_of_the_documentation() -> None:
 
 def test_ten_thousand_runs_are_a_sweep_and_one_more_is_too_many() -> None:
     check_number(10_000)
-    with pytest.raises(UserError, match="10001 runs are more than the 10000 of a sweep"):
+    with pytest.raises(UserError, match="10001 runs are more than the 10000 that a sweep may have"):
         check_number(10_001)
     assert [Axes(*given).n_runs for given in ((), (("a", "b"),), (("a", "b"), ("c",) * 3, (1, 2, 3, 4)))] == [1, 2, 24]
 

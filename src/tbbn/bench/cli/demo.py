@@ -71,6 +71,4 @@ def _result() -> None:
     print(gains_by_task(found["best"]).render("text"))
     print("\nHow it depends on the protocol:\n")
     print(gains({name: found[name] for name in ("best", "last", "clean")}, ("A_f", "A_a")).render("text"))
-    print(
-        "\nRecords, figures and the full results: docs/results.md. Next: tbbn run --help, tbbn reproduce --help."
-    )
+    print("\nRecords, figures and the full results: docs/results.md. Next: tbbn run --help, tbbn reproduce --help.")

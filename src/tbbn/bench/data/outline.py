@@ -64,7 +64,7 @@ def _of_listing(name: str, listed: FolderListing, size: int | None, unreadable: 
     if name in FACTS and name not in OFFICIAL:
         size = size or FACTS[name].shape[1]
     shape = (channels, size, size) if size else _shape_of_first(listed, channels)
-    skips = f"{name}: images are counted, not read; unreadable ones would be left out"
+    skips = f"{name}: images are counted, not read; unreadable ones would be skipped"
     made = _source(name, train, test, listed.classes, shape)
     return Outline(made, skips if unreadable == "skip" else "")
 

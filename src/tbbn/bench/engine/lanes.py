@@ -47,7 +47,7 @@ def run_lanes(
     shared = {(config.precision, config.threads, config.autotune) for config in configs}
     if len(shared) > 1:
         raise UserError(
-            f"lanes: runs side by side share precision, threads and autotune, got {sorted(shared)}; run them apart."
+            f"lanes: parallel runs must have the same precision, threads and autotune, got {sorted(shared)}; run them separately."
         )
     drive = drive if drive is not None else lambda _, run: run.events(stop)
     tell = [None if on_event is None else partial(on_event, i) for i in range(len(configs))]

@@ -63,7 +63,7 @@ def require_plugins(config: RunConfig, recorded: Sequence[Mapping[str, Any]], wh
             kind, _, name = text.partition(" ")
             if kind not in _TABLES or name not in _TABLES[kind]:
                 raise UserError(
-                    f"{where}: {kind} {name!r} comes from the plugin {_shown(plugin)}, which is not here; install it, or "
+                    f"{where}: {kind} {name!r} comes from the plugin {_shown(plugin)}, which is not loaded; install it, or "
                     "name its file as a plugin."
                 )
 
@@ -83,9 +83,9 @@ def without_data(config: RunConfig) -> str:
     """Why the config's data set cannot be loaded here (a missing plugin, or data passed in memory); empty if it can."""
     for name in base_names(config.data.name):
         if name not in DATASETS:
-            return f"dataset {name!r} comes from a plugin that is not here"
+            return f"dataset {name!r} comes from a plugin that is not loaded"
         if name == "arrays" and not is_remembered(config.data.name.partition(":")[2]):
-            return "the data was passed in memory and is gone"
+            return "the data was passed in memory and is no longer available"
     return ""
 
 
@@ -93,7 +93,7 @@ def without_plugins(config: RunConfig) -> str:
     """Why the config's names cannot be resolved here (a missing plugin); empty if they can."""
     for registry, name in _names(config):
         if name not in registry:
-            return f"{registry.kind} {name!r} comes from a plugin that is not here"
+            return f"{registry.kind} {name!r} comes from a plugin that is not loaded"
     return ""
 
 

@@ -45,7 +45,7 @@ def device_of(config: RunConfig) -> torch.device:
         raise UserError(f"unknown device {config.device!r}; use 'cuda' for a GPU, 'cpu' or 'auto'.") from None
     try:
         if found.type == "meta":
-            raise RuntimeError("tensors there hold no numbers")
+            raise RuntimeError("its tensors hold no data")
         torch.empty(0, device=found)
     except Exception as error:  # a device that this build of torch lacks may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -210,7 +210,7 @@ def has_splits(config: RunConfig) -> bool:
 def check_ranks(config: RunConfig) -> None:
     """Raise if several ranks cannot train the config: its norm cannot synchronise, or it names a single GPU."""
     if config.device.startswith("cuda:"):
-        raise UserError(f"each rank has a GPU of its own, got device = {config.device!r}; use 'cuda' or 'auto'.")
+        raise UserError(f"each rank uses its own GPU, got device = {config.device!r}; use 'cuda' or 'auto'.")
     _convert(nn.Sequential(nn.BatchNorm2d(64)), config, sync=True)
 
 

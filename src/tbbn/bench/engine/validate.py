@@ -269,7 +269,8 @@ def _try_augmentation(config: RunConfig, source: Source) -> None:
         _check_tensor(f"{AUGMENTATIONS.place(name)}: draw", drawn[0], (n, made.n_parameters))
         if not torch.equal(*drawn):
             raise UserError(
-                f"{AUGMENTATIONS.place(name)}: draw must use its generator alone; two with the same seed differ."
+                f"{AUGMENTATIONS.place(name)}: draw must use only its generator for random numbers; two generators with the "
+                "same seed gave different results."
             )
         views = made.apply(images, drawn[0])
         _check_tensor(f"{AUGMENTATIONS.place(name)}: apply", views, (n, *image_shape(config, source)))

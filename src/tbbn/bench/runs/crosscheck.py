@@ -115,7 +115,7 @@ def explanation(record: Record, here: Mapping[str, Any]) -> str:
     there = record.environment
     changed = [f"{k} was {there.get(k)}, is {here.get(k)}" for k in ENVIRONMENT if there.get(k) != here.get(k)]
     if changed:
-        return f"results are equal only in the same environment, and here {', '.join(changed)}."
+        return f"results are bit-identical only in the same environment; here {', '.join(changed)}."
     return "the run was resumed in another environment, which may explain it." if record.resumed else ""
 
 

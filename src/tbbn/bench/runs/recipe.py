@@ -37,7 +37,8 @@ def check_number(n_runs: int) -> None:
     """Raise for more runs, or seeds, than fit in memory and in a folder."""
     if n_runs > MOST_RUNS:
         raise UserError(
-            f"{n_runs} runs are more than the {MOST_RUNS} of a sweep; divide it: --seeds takes a list, too."
+            f"{n_runs} runs are more than the {MOST_RUNS} that a sweep may have; split it, for example by seeds: --seeds "
+            "takes a list."
         )
 
 

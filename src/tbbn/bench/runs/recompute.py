@@ -55,7 +55,7 @@ def known_before_training(record: Record, source: Source, scenario: Scenario) ->
     if record.data:
         yield compare("data", record.data, data_facts(config, source))
     else:
-        yield Finding("data", not_checked="the record is of a version that did not write it")
+        yield Finding("data", not_checked="the record is from a version that did not write it")
     yield compare("skipped images", record.skipped, list(source.skipped))
     if reason := without_plugins(config):
         yield Finding("splits, exemplars and epochs", not_checked=reason)
@@ -115,7 +115,7 @@ def results(record: Record, scenario: Scenario, predictions: Mapping[str, Tensor
             yield Finding(f"accuracy {after}", f"{len(predicted)} predictions for {len(labels)} test images.")
             continue
         if not 0 <= int(predicted.min()) <= int(predicted.max()) < task.classes.stop:
-            yield Finding(f"accuracy {after}", f"there are predictions outside of the {task.classes.stop} classes.")
+            yield Finding(f"accuracy {after}", f"there are predictions outside the {task.classes.stop} classes.")
             continue
         hits = (predicted == labels).split([len(part) for part in rows])
         yield compare(f"accuracy {after}", record.accuracy[t], [h.double().mean().item() for h in hits])

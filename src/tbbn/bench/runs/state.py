@@ -153,8 +153,8 @@ def require_same_data(saved: Record, here: Record, where: str) -> None:
         was, now = next((a, b) for a, b in pairs if a != b)
         data = here.run_config.data
         raise UserError(
-            f"{where}: was trained on other data than {data.name} in {data.root} ({changed}: {was!r:.40} then, {now!r:.40} "
-            "now); name the folder of its own data with --data.root."
+            f"{where}: was trained on different data than {data.name} in {data.root} ({changed}: {was!r:.40} then, {now!r:.40} "
+            "now); set --data.root to the folder of the original data."
         )
 
 

@@ -28,7 +28,7 @@ from tbbn.errors import UserError
 LOSSES = "losses in the history"
 NOT_CHECKED = (
     Finding(LOSSES, not_checked="--retrain-task N trains task N again and compares"),
-    Finding("environment, seconds and message", not_checked="nothing tells what they were"),
+    Finding("environment, seconds and message", not_checked="cannot be recomputed"),
 )
 
 RESULTS = "results against the labels"  # subject of the check that needs the data set

@@ -53,7 +53,7 @@ def recall(digest: str) -> Source:
     """The source that `remember` made."""
     if not is_remembered(digest):
         raise UserError(
-            f"dataset 'arrays:{digest}' was passed in memory and is gone; pass the same data to tbbn.run(data=...)"
+            f"dataset 'arrays:{digest}' was passed in memory and is no longer available; pass the same data to tbbn.run(data=...)"
         )
     return _given[digest]
 
@@ -145,7 +145,7 @@ def _tensor(name: str, values: Any) -> Tensor:
     try:
         return torch.from_numpy(np.array(values))  # a copy: the values may be read-only, or a PIL image
     except (TypeError, ValueError) as error:
-        raise UserError(f"{name}: cannot become a tensor: {error}") from None
+        raise UserError(f"{name}: cannot be converted to a tensor: {error}") from None
 
 
 def _channels_second(name: str, images: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def list_folder(
     if not is_image_folder(folder):
         raise UserError(
             f"{owner}: {folder} needs the folders train/<class>/ and test/<class>/ (or val/<class>/); "
-            "if it has no test images, divide it with a split, such as 0.2"
+            "if it has no test images, set --data.split 0.2 (of tbbn data pack: --split 0.2)"
         )
     train = folder / "train"
     test = next(folder / name for name in test_names if (folder / name).is_dir())
@@ -81,7 +81,7 @@ def _list_divided(owner: str, folder: Path, classes: list[str] | None, split: fl
     Test images are spread evenly over the sorted files of a class, always the same ones.
     """
     if is_image_folder(folder):
-        raise UserError(f"{owner}: {folder} has test images of its own; leave the split out")
+        raise UserError(f"{owner}: {folder} already has test images; leave --data.split (--split) out")
     whole = folder / "train" if (folder / "train").is_dir() else folder
     names = class_names(whole) if classes is None else classes
     if not names:
