@@ -81,7 +81,9 @@ def test_a_folder_without_test_images_is_divided_by_a_split(tmp_path: Path, insi
     assert torch.equal(source.test.images, torch.stack([chw(picture(seed)) for seed in (4, 104, 109)]))
     assert source.test.labels.tolist() == [0, 1, 1] and source.train.labels.tolist() == [0] * 4 + [1] * 8
     assert len(folder(tmp_path, split=0.5).test.labels) == 2 + 5
-    with pytest.raises(UserError, match=r"needs the folders train/<class>/ .*; if it has no test images, set --data\.split 0\.2"):
+    with pytest.raises(
+        UserError, match=r"needs the folders train/<class>/ .*; if it has no test images, set --data\.split 0\.2"
+    ):
         folder(tmp_path)
     with pytest.raises(UserError, match=r"a split of 0\.1 leaves class 'ant' without test images"):
         folder(tmp_path, split=0.1)

@@ -34,7 +34,7 @@ LAYER: dict[str, Any] = {"data.name": "synthetic:4x12x4x8", "data.tasks": 2, "de
 
 def test_more_runs_than_fit_in_a_folder_are_refused_before_any_is_made(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(pending, "check", lambda config: pytest.fail("made"))
-    with pytest.raises(UserError, match="10001 runs are more than the 10000 of a sweep"):
+    with pytest.raises(UserError, match="10001 runs are more than the 10000 that a sweep may have"):
         expand([("test", LAYER)], Axes(seeds=tuple(range(10_001))), tmp_path)
 
 
