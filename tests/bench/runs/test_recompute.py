@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 from tinyrun import finish, tiny
 
 import tbbn
-from tbbn.bench.engine.record import Record, new_record
+from tbbn.bench.engine.record import Record, new_record, source_digest
 from tbbn.bench.engine.setup import load_source, scenario_of
 from tbbn.bench.methods import Phase
 from tbbn.bench.methods.ft import FineTune
 from tbbn.bench.runs import recompute
-from tbbn.bench.runs.crosscheck import ENVIRONMENT, explanation
+from tbbn.bench.runs.crosscheck import ENVIRONMENT, explanation, is_elsewhere
 from tbbn.plugins import temporary
 
 
@@ -117,6 +118,38 @@ def test_phases_that_need_the_network_are_not_checked() -> None:
 
         record = finish(tiny(method__name="asking", data__stop_after=1, train__epochs=1)).record
         assert epochs(record) == "the phases of asking need its network"
+
+
+def test_every_file_of_code_counts_in_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> str:
+        source_digest.cache_clear()
+        return source_digest()
+
+    monkeypatch.setattr(tbbn, "__file__", str(tmp_path / "__init__.py"))
+    seen = {found()}
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("deep/a.py", "2"), ("deep/b.c", ""), ("deep/b.h", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        assert found() not in seen
+        seen.add(found())
+    (tmp_path / "notes.txt").write_text("no code")
+    assert found() in seen
+    monkeypatch.undo()
+    source_digest.cache_clear()
+
+
+def test_changed_code_is_named_and_tolerates_nothing() -> None:
+    record = new_record(tiny())
+    here = dict(record.environment)
+    assert explanation(record, here) == "" and not is_elsewhere(record, here)
+    record.environment["source"] = "before"
+    assert explanation(record, here) == f"The code has changed: source was before, is {source_digest()}."
+    assert not is_elsewhere(record, here)
+    del record.environment["source"]  # a record of an earlier version
+    assert explanation(record, here) == ""
+    assert is_elsewhere(record, {**here, "torch": "2.0"})
+    record.resumed = [{}]
+    assert is_elsewhere(record, here)
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)

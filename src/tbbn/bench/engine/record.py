@@ -7,6 +7,8 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +100,7 @@ def environment() -> dict[str, Any]:
     """Everything besides the config that may change a result."""
     found = {
         "tbbn": tbbn.__version__,
+        "source": source_digest(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -110,6 +113,16 @@ def environment() -> dict[str, Any]:
             "cudnn": torch.backends.cudnn.version(),
         }
     return found
+
+
+@cache
+def source_digest() -> str:
+    """A short digest of the package's code. Between two releases, the version does not say which code trained a run."""
+    folder = Path(tbbn.__file__).parent
+    found = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*.*") if file.suffix in (".py", ".c", ".h")):
+        found.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -111,12 +111,21 @@ def same_place(record: Record, root: str | None = None) -> RunConfig:
 
 
 def explanation(record: Record, here: Mapping[str, Any]) -> str:
-    """The change in the environment that may explain a difference; empty if there is none."""
-    there = record.environment
-    changed = [f"{k} was {there.get(k)}, is {here.get(k)}" for k in ENVIRONMENT if there.get(k) != here.get(k)]
-    if changed:
-        return f"results are bit-identical only in the same environment; here {', '.join(changed)}."
-    return "the run was resumed in another environment, which may explain it." if record.resumed else ""
+    """The change in the environment or in the code that may explain a difference; empty if there is none."""
+    there, said = record.environment, ""
+    if changed := [f"{k} was {there.get(k)}, is {here.get(k)}" for k in ENVIRONMENT if there.get(k) != here.get(k)]:
+        said = f"results are bit-identical only in the same environment; here {', '.join(changed)}."
+    elif record.resumed:
+        said = "the run was resumed in another environment, which may explain it."
+    was, now = there.get("source"), here.get("source")
+    if was not in (None, now):
+        said += f" The code has changed: source was {was}, is {now}."
+    return said.strip()
+
+
+def is_elsewhere(record: Record, here: Mapping[str, Any]) -> bool:
+    """Whether rounding may differ from the run's: it was made, or continued, in another environment."""
+    return bool(record.resumed) or any(record.environment.get(k) != here.get(k) for k in ENVIRONMENT)
 
 
 def evaluated(
@@ -156,7 +165,7 @@ def _evaluation_problem(
         network.restore(weights, state[0]["task_sizes"])
         result = evaluate(scenario.tasks[t], config, scenario, method, network, test_data)
     why = explanation(record, here)
-    tolerated = ROUNDING if why else 0.0
+    tolerated = ROUNDING if is_elsewhere(record, here) else 0.0
     again = result.predictions
     differing = (again != predictions).double().mean().item() if len(again) == len(predictions) else 1.0
     if differing > tolerated:
