@@ -237,6 +237,28 @@ def test_in_a_browser_nothing_overflows_and_nothing_runs(hostile: Path) -> None:
 
 
 @pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
+def test_a_table_beside_the_papers_needs_no_scrolling_on_a_desktop(tmp_path: Path) -> None:
+    metric = ("35.41", "36.5 ± 2.1", "+10.8 =")
+    row = ("lucir + cn(groups=8)", "10", *metric, *metric, *metric, "36.5 ± 2.1", *metric)
+    header = (
+        "method + norm",
+        "seeds",
+        *("A_f paper", "ours", "diff.") * 3,
+        "F_text ours",
+        "A_l paper",
+        "ours",
+        "diff.",
+    )
+    path = tmp_path / "page.html"
+    path.write_text(html(Page("t", 1, [Section("paper", "Paper", tables=(Table(header, (row,)),))])))
+    fits = "document.querySelector('.scroll').scrollWidth <= document.querySelector('.scroll').clientWidth"
+    one_line = "document.querySelector('tbody tr').getBoundingClientRect().height < 30"
+    with chromium.Chromium() as browser:
+        browser.open(path, 1280)
+        assert browser.evaluate(fits) and browser.evaluate(one_line)
+
+
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
 def test_in_print_the_settings_that_all_runs_share_are_shown(written: str, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(written)
