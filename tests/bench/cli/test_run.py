@@ -172,7 +172,14 @@ def test_a_dry_run_shows_the_splits_of_norms_that_have_some(
     ]
     assert main(words) == 0 and title in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
-    assert [task["splits"] for task in json.loads(capsys.readouterr().out)["tasks"]] == splits
+    found = json.loads(capsys.readouterr().out)
+    assert [task["splits"] for task in found["tasks"]] == splits
+    assert found.get("splits_of") == (None if splits == [None, None] else norm.removeprefix("bn,"))
+
+
+def test_a_dry_run_takes_groups_that_only_the_network_can_divide(tmp_path: Path, capsys: Capture) -> None:
+    words = ["run", *TINY, "--backbone", "resnet18-reduced", "--norm", "gn(groups=5)", "--out", str(tmp_path)]
+    assert main([*words, "--dry-run"]) == 0 and "This command would fail" not in capsys.readouterr().out
 
 
 def test_lanes_give_the_same_results_as_runs_in_sequence(runs: Path, tmp_path: Path, capsys: Capture) -> None:

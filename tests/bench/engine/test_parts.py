@@ -343,6 +343,15 @@ def test_norms_take_their_statistics_over_ranks_where_they_have_any(norm: str) -
         assert synced(again) == made(sync=True)
 
 
+def test_a_norm_is_judged_without_a_layer_of_its_own() -> None:
+    """64 channels, the width of any layer made to find out, cannot be divided into 5 groups."""
+    config = tiny(norm__name="gn", norm__groups=5)
+    setup.check_ranks(config)
+    assert not setup.has_splits(config)
+    for norm in NORMS:
+        assert setup.has_splits(tiny(norm__name=norm)) == (norm == "tbbn")
+
+
 def test_a_rank_has_no_gpu_of_a_number() -> None:
     with pytest.raises(UserError, match=r"^each rank uses its own GPU, got device = 'cuda:1'; use 'cuda' or 'auto'\.$"):
         setup.check_ranks(tiny(device="cuda:1"))

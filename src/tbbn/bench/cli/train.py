@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(runs, args, joins=runs != asked)
     check_folders(runs)
-    for line in _about_the_sweep_there(runs, joins=runs != asked):
+    for line in about_the_sweep_there(runs, joins=runs != asked):
         print(printable(line), file=sys.stderr)
     folder = runs[0].directory if runs != asked else folder
     return _train(runs, folder, args, overwrite=args.overwrite, recipe=recipe)
@@ -301,7 +301,7 @@ def _lanes(text: str) -> int | None:
     return int(text)
 
 
-def _about_the_sweep_there(runs: list[PendingRun], *, joins: bool) -> list[str]:
+def about_the_sweep_there(runs: list[PendingRun], *, joins: bool = False) -> list[str]:
     """A note on what happens to an existing sweep in the folder of these runs."""
     from tbbn.bench.runs.pending import forgotten
 
@@ -346,11 +346,12 @@ def _dry_run(runs: list[PendingRun], args: argparse.Namespace, *, joins: bool) -
     config = runs[0].config
     split = next((run.config for run in runs if has_splits(run.config)), None)
     found = forecast(config if split is None else replace(config, norm=split.norm))
-    there = " ".join([_what_is_there(runs, args.overwrite), *_about_the_sweep_there(runs, joins=joins)])
+    there = " ".join([_what_is_there(runs, args.overwrite), *about_the_sweep_there(runs, joins=joins)])
     if args.json:
         tasks = [asdict(task) | ({} if split else {"splits": None}) for task in found.tasks]
         tree = {"config": cfg.to_dict(config), "tasks": tasks}
         more = {"steps": found.all_steps, "runs": len(runs), "note": found.note, "there": there}
+        more |= {"splits_of": str(split.norm)} if split else {}
         print(json.dumps(tree | more, indent=1))
         return 0
     print(cfg.to_toml(config))

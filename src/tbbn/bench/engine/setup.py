@@ -196,22 +196,30 @@ def build_network(
 
 
 def _convert(module: nn.Module, config: RunConfig, sync: bool) -> None:
-    per_sample = getattr(NORMS.get(config.norm.name), "per_sample", False)
-    convert(module, config.norm.name, sync=sync and not per_sample, **config.norm.dict())
+    convert(module, config.norm.name, sync=sync and not _is_per_sample(config), **config.norm.dict())
+
+
+def _norm_class(config: RunConfig) -> Any:
+    """The class that replaces ``nn.BatchNorm2d``, or the only one."""
+    found = NORMS.get(config.norm.name)
+    return found[1] if isinstance(found, tuple) else found
+
+
+def _is_per_sample(config: RunConfig) -> bool:
+    return getattr(_norm_class(config), "per_sample", False)
 
 
 def has_splits(config: RunConfig) -> bool:
     """Whether the config's norm divides a batch into r* splits."""
-    layer = nn.Sequential(nn.BatchNorm2d(64))
-    _convert(layer, config, sync=False)
-    return any(getattr(getattr(made, "options", None), "kind", "") == "tbbn" for made in layer.modules())
+    return getattr(_norm_class(config), "kind", "") == "tbbn"
 
 
 def check_ranks(config: RunConfig) -> None:
     """Raise if several ranks cannot train the config: its norm cannot synchronise, or it names a single GPU."""
     if config.device.startswith("cuda:"):
         raise UserError(f"each rank uses its own GPU, got device = {config.device!r}; use 'cuda' or 'auto'.")
-    _convert(nn.Sequential(nn.BatchNorm2d(64)), config, sync=True)
+    if not _is_per_sample(config):
+        _convert(nn.Sequential(nn.BatchNorm2d(64)), config, sync=True)
 
 
 def training_forward(
