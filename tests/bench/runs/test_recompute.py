@@ -148,7 +148,11 @@ def test_changed_code_is_named_and_tolerates_nothing() -> None:
     del record.environment["source"]  # a record of an earlier version
     assert explanation(record, here) == ""
     assert is_elsewhere(record, {**here, "torch": "2.0"})
-    record.resumed = [{}]
+    record.resumed = [{**here, "source": "between"}, dict(here)]
+    assert not is_elsewhere(record, here), "only the code changed"
+    record.environment["source"] = "before"
+    assert explanation(record, here) == f"The code has changed: source was before, then between, is {source_digest()}."
+    record.resumed = [{**here, "threads": 99}]
     assert is_elsewhere(record, here)
 
 

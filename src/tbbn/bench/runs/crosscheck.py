@@ -113,19 +113,25 @@ def same_place(record: Record, root: str | None = None) -> RunConfig:
 def explanation(record: Record, here: Mapping[str, Any]) -> str:
     """The change in the environment or in the code that may explain a difference; empty if there is none."""
     there, said = record.environment, ""
-    if changed := [f"{k} was {there.get(k)}, is {here.get(k)}" for k in ENVIRONMENT if there.get(k) != here.get(k)]:
-        said = f"results are bit-identical only in the same environment; here {', '.join(changed)}."
-    elif record.resumed:
+    if changed := _changed(there, here):
+        named = ", ".join(f"{name} was {there.get(name)}, is {here.get(name)}" for name in changed)
+        said = f"results are bit-identical only in the same environment; here {named}."
+    elif is_elsewhere(record, here):
         said = "the run was resumed in another environment, which may explain it."
-    was, now = there.get("source"), here.get("source")
-    if was not in (None, now):
-        said += f" The code has changed: source was {was}, is {now}."
+    trained = [env["source"] for env in (there, *record.resumed) if "source" in env]
+    was = list(dict.fromkeys(source for source in trained if source != here.get("source")))
+    if was and "source" in here:
+        said += f" The code has changed: source was {', then '.join(was)}, is {here['source']}."
     return said.strip()
 
 
 def is_elsewhere(record: Record, here: Mapping[str, Any]) -> bool:
     """Whether rounding may differ from the run's: it was made, or continued, in another environment."""
-    return bool(record.resumed) or any(record.environment.get(k) != here.get(k) for k in ENVIRONMENT)
+    return any(_changed(record.environment, other) for other in (here, *record.resumed))
+
+
+def _changed(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    return [name for name in ENVIRONMENT if there.get(name) != here.get(name)]
 
 
 def evaluated(
