@@ -53,7 +53,7 @@ def oracle_table(data: str | None) -> PaperTable:
     """The runs that the experiment needs, as a table without printed numbers: the paper shows a bar chart."""
     name = data or next(iter(DATA))
     if name not in DATA:
-        raise UserError(f"fig-oracle: there are recipes for {' and '.join(DATA)}, not for {name!r}; set --data.name.")
+        raise UserError(f"fig-oracle: there are recipes for {' and '.join(DATA)}, not for {name!r}.")
     return PaperTable("oracle", name, f"Oracle experiment: batch norm, {DATA[name]}, 10 tasks", (), {})
 
 

@@ -153,4 +153,4 @@ def test_the_oracle_figure_is_made_from_two_runs(
     assert "SCALE 0.00625: a fraction" in out and "update mu, sigma, gamma, beta" in out
     assert all(Path(line.split("figure: ")[1]).stat().st_size > 1000 for line in err.splitlines() if "figure: " in line)
     assert main((*words, "--from", "runs")) == 0 and capsys.readouterr().out == out
-    assert "not for 'digits'; set --data.name" in mistake(capsys, "reproduce", "fig-oracle", "--data", "digits")
+    assert "not for 'digits'." in mistake(capsys, "reproduce", "fig-oracle", "--data", "digits")

@@ -88,9 +88,24 @@ def test_settings_that_say_which_runs_choose_them(
     assert [line.split()[2:4] for line in said.out.splitlines() if line.startswith("ft + ")] == [["tbbn", "1"]]
     assert "seed" not in said.err and "norm.name" not in said.err
     assert "use either --seed or --seeds" in mistake(capsys, *words, "--seed", "3", "--seeds", "2")
+    assert "use either --norm or --norm.name" in mistake(capsys, *words, "--norm", "bn", "--norm.name", "tbbn")
     assert "compares ft and joint; leave out --method" in mistake(
         capsys, "reproduce", "fig-oracle", "--method.name", "ft"
     )
+
+
+def test_a_data_set_of_the_paper_chooses_its_table(capsys: Capture) -> None:
+    words = ("reproduce", "table1", "--norm", "bn", "--quiet", "--dry-run")
+    for name in ("imagenet100", "cifar100"):
+        for data in ("--data", "--data.name"):
+            assert main((*words, data, name)) == 0
+            said = capsys.readouterr().err
+            assert f"table1-{name}" in said and "Different from the recipe" not in said
+    assert "use either --data or --data.name" in mistake(
+        capsys, *words, "--data", "cifar100", "--data.name", "cifar100"
+    )
+    assert main((*words, "--data", "imagenet100", "--data.name", "digits", "--data.class_order", "seed")) == 0
+    assert "data.name = digits" in capsys.readouterr().err
 
 
 def test_a_failure_in_one_table_is_in_the_exit_code_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,6 +376,18 @@ def test_runs_that_are_there_are_shown_with_any_seed_and_drawn_by_row(
     out, err = capsys.readouterr()
     assert [path.match("runs/table1-cifar100-keep-last-*/fig-errors.*") for path in pictures(err)] == [True, True]
     assert [line.split()[2] for line in out.splitlines() if line.startswith("ft + ")] == ["tbbn"]
+
+
+def test_runs_that_a_command_would_forget_are_named(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("reproduce", "table1", *SETTINGS, "--train.epochs", "1", "--quiet", "--lanes", "1", "--norm", "bn")
+    interrupted((*words, "--seeds", "3"), monkeypatch)
+    capsys.readouterr()
+    assert main((*words, "--seeds", "7,8", "--dry-run")) == 0
+    assert "a sweep with 2 runs not started yet (ft-bn-1, ft-bn-2)" in capsys.readouterr().err
+    assert main((*words, "--seeds", "3", "--dry-run")) == 0 and "no longer" not in capsys.readouterr().err
 
 
 def test_a_method_alone_chooses_its_rows(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

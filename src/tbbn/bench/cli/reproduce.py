@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from tbbn.bench.cli import paper_figures
 from tbbn.bench.cli.common import Command, may_refuse, print_table, refuse, run_folders
 from tbbn.bench.cli.naming import folder_name
 from tbbn.bench.cli.paper_figures import FIGURES
-from tbbn.bench.cli.train import add_progress_options, train
+from tbbn.bench.cli.train import about_the_sweep_there, add_progress_options, train
 from tbbn.errors import UserError, printable, unknown_name
 
 if TYPE_CHECKING:
@@ -115,13 +116,25 @@ def _reproduce(args: argparse.Namespace) -> int:
 
 def _take_as_options(args: argparse.Namespace) -> None:
     """Turn settings that select runs into the options of the same meaning; as settings, the recipe's axes would hide them."""
-    for kind in ("method", "norm"):
-        named = args.settings.pop(f"{kind}.name", None)
-        setattr(args, kind, getattr(args, kind) or named)
+    for kind in ("method", "norm", "data"):
+        named = args.settings.get(f"{kind}.name")
+        if named is None or (kind == "data" and named not in _data_sets(args.name)):
+            continue  # the recipe with another data set
+        if getattr(args, kind):
+            raise UserError(f"use either --{kind} or --{kind}.name: they mean the same here.")
+        setattr(args, kind, args.settings.pop(f"{kind}.name"))
     if "seed" in args.settings:
         if args.seeds:
             raise UserError("use either --seed or --seeds: --seed 5 is the seed 5, --seeds 5 the seeds 0 to 4.")
         args.seeds = f"{args.settings.pop('seed')},"
+
+
+def _data_sets(name: str) -> Iterable[str]:
+    """The data sets for which ``--data`` chooses a table of this name."""
+    from tbbn.paper.oracle import DATA
+    from tbbn.paper.published import paper_tables
+
+    return DATA if name == "fig-oracle" else [t.data for t in paper_tables() if t.name == (FIGURES.get(name) or name)]
 
 
 def _check_read(args: argparse.Namespace) -> None:
@@ -198,7 +211,8 @@ def _announce(table: PaperTable, axes: Axes, runs: list[PendingRun], folder: Pat
     missing = [run for run in runs if finished_record(run) is None]
     print(f"{table.title}: {len(runs)} runs, {len(runs) - len(missing)} finished.", file=sys.stderr)
     as_in_recipe = expand(table.layers()[0], axes, folder)
-    for note in departures_note((own.config, run.config) for own, run in zip(as_in_recipe, runs, strict=True)):
+    departures = departures_note((own.config, run.config) for own, run in zip(as_in_recipe, runs, strict=True))
+    for note in (*departures, *about_the_sweep_there(runs)):
         print(printable(note), file=sys.stderr)
     if missing:
         print(f"{effort(missing, measure=measure)} Results go to {printable(str(folder))}.", file=sys.stderr)
