@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commandline import Capture, mistake
 from plugin import CODE, WORDS
 
 from tbbn.bench.cli.main import main
+from tbbn.bench.methods import Method
 from tbbn.bench.methods.contract import check_names, check_signatures
 from tbbn.bench.runs.record import load_record
+from tbbn.errors import UserError
 from tbbn.plugins import temporary
-from tbbn.registry import METHODS
+from tbbn.registry import METHODS, register_method
 
 DRAW = "return 0.5 + 0.5 * torch.rand(n, 1, generator=generator)"
 APPLY = "return images.float().div(255) * parameters.view(-1, 1, 1, 1)"
@@ -190,6 +196,41 @@ def test_helpers_that_a_method_uses_may_have_any_name(capsys: Capture) -> None:
         "loss3 = partialmethod(loss2)",
     )
     write(f"    {LOSS}", "".join(f"    {line}\n" for line in lines) + f"    {LOSS}")
+    assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        wraps(Method.loss)(lambda self, *given: self.losses()),
+        property(lambda self: self.losses()),
+        staticmethod(lambda method: method.losses()),
+        classmethod(lambda kind: kind.losses),
+        cached_property(lambda self: self.losses()),
+    ],
+    ids=["decorated", "property", "static", "class", "cached"],
+)
+def test_a_helper_may_be_used_by_any_kind_of_function(user: Any) -> None:
+    with temporary():
+        alone = {"losses": lambda self: {}, "__module__": "elsewhere"}
+        for more, used in (({}, False), ({"user": user}, True)):
+            kind = register_method(f"own{used}")(dataclass(frozen=True)(type("Own", (Method,), {**alone, **more})))
+            with (
+                nullcontext() if used else pytest.raises(UserError, match="nothing uses 'losses'; did you mean 'loss'")
+            ):
+                check_names(f"own{used}", kind)
+
+
+def test_a_helper_may_be_used_by_a_function_of_the_module(capsys: Capture) -> None:
+    lines = (
+        "def losses(self): ...",
+        "def phases(self, context):",
+        "    helped(self)",
+        "    return super().phases(context)",
+    )
+    write(f"    {LOSS}", "".join(f"    {line}\n" for line in lines) + f"    {LOSS}")
+    assert "nothing uses 'losses'" in mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
+    Path("mine.py").write_text(Path("mine.py").read_text() + "\n\ndef helped(method): method.losses()\n")
     assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 0
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from types import CodeType
+from functools import cached_property, partial, partialmethod
+from types import CodeType, FunctionType
 from typing import Any
 
 from tbbn.bench.methods.base import Method, Phase
@@ -17,6 +19,8 @@ from tbbn.registry import BUILT_IN, METHODS
 _PUBLIC = {name: value for name, value in vars(Method).items() if not name.startswith("_")}
 _CALLED = {name: inspect.signature(value) for name, value in _PUBLIC.items() if inspect.isfunction(value)}
 _FLAGS = tuple(name for name, value in _PUBLIC.items() if isinstance(value, bool))
+_HOLDERS = (FunctionType, staticmethod, classmethod, property, cached_property, partial, partialmethod)
+_HELD = ("__wrapped__", "__func__", "func", "fget")  # the function inside each of them
 _NEAR = 0.8  # similarity above which a name counts as a misspelt name of Method
 
 
@@ -47,7 +51,7 @@ def check_names(name: str, kind: type[Method]) -> None:
     """Raise for an unused name that is close to one of :class:`Method`."""
     own = [base for base in kind.__mro__ if issubclass(base, Method) and base.__module__.partition(".")[0] != "tbbn"]
     defined = {key: value for base in reversed(own) for key, value in vars(base).items() if not key.startswith("_")}
-    uses = {text for base in own for value in vars(base).values() for text in _texts(getattr(value, "__code__", None))}
+    uses = {text for base in own for text in _used_beside(base)}
     options = {field.name for field in fields(kind)}
     for key, value in defined.items():
         near = difflib.get_close_matches(key, _PUBLIC, n=1, cutoff=_NEAR)
@@ -106,10 +110,18 @@ def _is_written(function: Any) -> bool:
     return getattr(function, "__code__", None) is not None and function.__code__.co_filename != "<string>"
 
 
-def _texts(code: CodeType | None) -> Iterable[str]:
+def _used_beside(kind: type) -> Iterable[str]:
+    """Every name and string that the functions of a class and of its module use."""
+    found = [*vars(kind).values(), *vars(sys.modules.get(kind.__module__, kind)).values()]
+    for value in found:  # it grows by the functions inside
+        if isinstance(value, _HOLDERS):
+            found += [inner for name in _HELD if (inner := getattr(value, name, None)) is not None]
+        if isinstance(code := getattr(value, "__code__", None), CodeType):
+            yield from _texts(code)
+
+
+def _texts(code: CodeType) -> Iterable[str]:
     """The names and string constants in a function's code: everything that it may use."""
-    if code is None:
-        return
     yield from code.co_names
     for value in code.co_consts:
         if isinstance(value, CodeType):
