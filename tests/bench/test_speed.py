@@ -15,6 +15,7 @@ from tbbn.bench.cli import speed as cli
 from tbbn.bench.cli.main import main
 from tbbn.bench.config import RunConfig
 from tbbn.bench.timing import Work
+from tbbn.registry import BACKBONES
 
 CPU = torch.device("cpu")
 
@@ -156,3 +157,9 @@ def test_a_long_row_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys:
     given = {"data": "synthetic:10x8x1x8", "tasks": 5, "on_share": shares.append}
     speed.time_lanes(2, ("bn", "tbbn"), "small", "fp32", CPU, epochs=2, **given)
     assert shares == sorted(shares) and shares[-1] == 1.0
+
+
+def test_a_backbone_is_timed_with_images_of_the_size_it_is_for() -> None:
+    assert set(speed.IMAGENET) < set(BACKBONES)
+    for_cifar = ["resnet32", "resnet18-cifar", "resnet18-reduced", "small"]
+    assert [speed._size(name) for name in (*for_cifar, "resnet18", "resnet18-lucir")] == [32] * 4 + [224] * 2

@@ -33,6 +33,10 @@ SHAPES = ((64, 16, 32, 32), (64, 32, 16, 16), (64, 64, 8, 8), (64, 64, 56, 56), 
 LAYOUT = {"current": 48, "memory": 16, "past_tasks": 9}  # the paper's batch in its last task: r = 16
 FORMATS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+IMAGENET = (  # backbones that are timed at 224 px, the others at 32
+    "resnet18", "resnet34", "resnet18-small", "resnet18-podnet", "resnet18-lucir", "shufflenet-v2", "mobilenet-v2",
+    "mnasnet-0.5",
+)  # fmt: skip
 LANE_DATA, LANE_TASKS = "synthetic:100x500x1x32", 10  # CIFAR's size
 LAYER_SECONDS = 1.0  # duration of a row of the layer table, including warm-up
 STEP_ROUNDS, STEP_WARM_UP = 9, 5  # minimum number of timed and warm-up steps per norm in a row of the step table
@@ -281,7 +285,7 @@ def _layer_rows(device: torch.device) -> list[tuple[tuple[int, ...], str, str]]:
 
 def _size(name: str) -> int:
     """The side of the images for timing a backbone."""
-    return 224 if name.startswith(("resnet18", "resnet34")) else 32
+    return 224 if name in IMAGENET else 32
 
 
 def estimate_seconds(

@@ -26,7 +26,7 @@ def test_a_missing_package(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--overwrite",), "--overwrite works only on this machine; with --engine"),
+        (("--overwrite",), "--overwrite works only on this machine; with --engine ray use another --name"),
         (("--workers", "0"), "--workers must be at least 1, got 0"),
     ],
     ids=["overwrite", "workers"],

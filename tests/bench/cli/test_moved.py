@@ -80,8 +80,11 @@ def test_the_place_may_be_edited_in_the_config_file(capsys: Capture, monkeypatch
     interrupted(("run", *PLACED, "--name", "x", "--data.root", "here"), monkeypatch)
     Path("here").rename("there")
     file = Path("runs/x/config.toml")
-    file.write_text(file.read_text().replace('root = "here"', 'root = "there"'))
+    edited = file.read_text().replace('root = "here"', 'root = "there"').replace("download = true", "download = false")
+    assert edited.count("there") == edited.count("download = false") == 1
+    file.write_text(edited)
     assert main(("resume", "runs/x", "--quiet")) == 0 and main(("verify", "runs/x")) == 0
+    assert load_record(Path("runs/x")).run_config.data.download is False
 
 
 def test_runs_of_a_moved_sweep_that_never_started_find_the_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from records import record
 from tbbn.bench.engine.record import Record
 from tbbn.bench.report.curves import GREY, accuracy_panels, forgetting_panels, gain_panels
 from tbbn.bench.report.errors import errors_panels
-from tbbn.bench.report.figures import COLOURS, LINES, MARKERS, Look, Panel, figure_of, save_figure
+from tbbn.bench.report.figures import COLOURS, LINES, MARKERS, Look, Panel, figure_of, legend_height, save_figure
 from tbbn.bench.report.groups import groups
 from tbbn.bench.report.matrices import matrix_panels
 from tbbn.bench.report.pairs import pairs
@@ -99,6 +99,12 @@ def test_five_curves_share_a_panel_and_six_do_not() -> None:
     assert len(accuracy_panels(groups(of_norms(6)))) == 5
     assert len(gain_panels(pairs(groups(of_norms(6))))) == 1
     assert [p.title for p in gain_panels(pairs(groups(of_norms(7))))] == ["gain over ft + bn"] * 6
+
+
+def test_the_legend_of_long_labels_has_room_for_one_column() -> None:
+    short, long = ["bn"] * 6, ["a norm with options that leave no room for two columns"] * 6
+    lines = [round(legend_height(labels, 3.6) / 0.16) for labels in (short, long, long[:4])]
+    assert lines == [3, 6, 0] and legend_height(long, 20.0) == legend_height(short, 3.6)
 
 
 def test_beside_many_norms_the_first_is_grey() -> None:

@@ -57,7 +57,7 @@ def drift_section(runs: Mapping[Path, Record], images: int) -> Section:
     panels = []
     for block in blocks([group for group, _ in measured]):
         curves = [(group, found) for group, found in measured if group in block]
-        height = Panel.height + legend_height(len(curves))
+        height = Panel.height + legend_height([group.norm for group, _ in curves], Panel.width)
         panels.append(Panel(block[0].setup, partial(_draw, curves=curves, look=look), height=height))
     return Section("drift", "Drift of running statistics", line, (_table(measured),), tuple(panels), asked=True)
 

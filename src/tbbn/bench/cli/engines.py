@@ -74,7 +74,7 @@ def _check(args: argparse.Namespace, overwrite: bool) -> None:
     if find_spec(package) is None:
         raise UserError(f"--engine {args.engine} needs {package}; pip install 'tbbn[{args.engine}]'.")
     if overwrite:
-        raise UserError("--overwrite works only on this machine; with --engine {args.engine} use another --name.")
+        raise UserError(f"--overwrite works only on this machine; with --engine {args.engine} use another --name.")
     if args.ranks.size > 1:
         raise UserError(f"--engine {args.engine} starts its own processes; run it without torchrun.")
     if args.workers is not None and args.workers < 1:

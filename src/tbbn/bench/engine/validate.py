@@ -83,7 +83,7 @@ def _check_scale(config: RunConfig) -> None:
     if train.scale == 1:
         return
     method, memory = method_of(config), memory_of(config)
-    full = replace(memory, index=torch.arange(memory.budget if method.uses_memory else 0))
+    full = replace(memory, index=torch.arange(min(memory.budget, 1) if method.uses_memory else 0))
     epochs = set[int]()
     for task in range(min(config.data.learnt_tasks, 2)):  # the first, and one with a memory
         phases = known_phases(method, task, full if task else memory)

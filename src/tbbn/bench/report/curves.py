@@ -140,7 +140,8 @@ def gain_panels(pairs: Sequence[Pair]) -> list[Panel]:
 
 
 def _panel(title: str, draw: Callable[..., None], curves: Sequence[Curve], size: Panel = AMONG) -> Panel:
-    return Panel(title, partial(draw, curves=curves), size.width, size.height + legend_height(len(curves)))
+    below = legend_height([curve.label for curve in curves], size.width)
+    return Panel(title, partial(draw, curves=curves), size.width, size.height + below)
 
 
 def _reach(curves: Sequence[Curve], limits: Limits, beyond: float = inf) -> Limits:

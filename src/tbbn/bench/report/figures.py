@@ -86,9 +86,13 @@ def figure_of(panels: Sequence[Panel], title: str = "") -> Figure:
     return figure
 
 
-def legend_height(entries: int) -> float:
-    """The height in inches that :func:`add_legend` needs below the axes for this many entries."""
-    return 0.16 * -(-entries // 2) if entries > _INSIDE else 0.0
+def legend_height(labels: Sequence[str], width: float) -> float:
+    """The height in inches that :func:`add_legend` needs below the axes of a panel of this width for these entries."""
+    return 0.16 * -(-len(labels) // _legend_columns(labels, width)) if len(labels) > _INSIDE else 0.0
+
+
+def _legend_columns(labels: Sequence[str], width: float) -> int:
+    return 2 if max(map(len, labels)) <= _SHORT * width else 1
 
 
 def add_legend(axes: Any) -> None:
@@ -99,7 +103,7 @@ def add_legend(axes: Any) -> None:
     style: dict[str, Any] = {"frameon": False, "fontsize": 7, "handlelength": 3.2}
     if len(labels) > _INSIDE:
         below = axes.transAxes + ScaledTranslation(0, -0.4, axes.figure.dpi_scale_trans)  # the axis label is in between
-        columns = 2 if max(map(len, labels)) <= _SHORT * axes.figure.get_figwidth() / axes.get_gridspec().ncols else 1
+        columns = _legend_columns(labels, axes.figure.get_figwidth() / axes.get_gridspec().ncols)
         style |= {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": below, "ncols": columns}
     axes.legend(**style)
 

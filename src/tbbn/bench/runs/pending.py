@@ -118,7 +118,7 @@ def finished_record(run: PendingRun) -> Record | None:
 
 
 def resumed_config(directory: Path, record: Record) -> RunConfig:
-    """The config in the record, with ``data.root`` from ``config.toml``. Raises if the file has other edits.
+    """The config in the record, with the place of the data from ``config.toml``. Raises if the file has other edits.
 
     A file that is missing or not TOML is ignored; the run writes it again.
     """
@@ -133,8 +133,10 @@ def resumed_config(directory: Path, record: Record) -> RunConfig:
             f"{directory / CONFIG}: was edited ({changed}), and a run cannot change its config. To resume it, undo the edit "
             f"or delete the file; to train with the file, start a new run: tbbn run {directory / CONFIG} --name NAME."
         )
-    root = edited.get("data.root")
-    return record.run_config.at(root if isinstance(root, str) else None)
+    config, root, download = record.run_config, edited.get("data.root"), edited.get("data.download")
+    if isinstance(download, bool):
+        config = replace(config, data=replace(config.data, download=download))
+    return config.at(root if isinstance(root, str) else None)
 
 
 def _difference(one: Values, other: Values, here: str, there: str) -> str:
