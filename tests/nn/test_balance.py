@@ -138,11 +138,18 @@ def test_one_loop_serves_norms_that_need_no_layout(norm):
     wanted = copy.deepcopy(model)(x)
     with tbbn.balance(nn.Sequential(model), **EIGHT):
         assert torch.equal(model(x), wanted)
+    for part in (model[1], model[1][1], copy.deepcopy(model)[:2]):
+        tbbn.balance(part, **EIGHT)
+    with pytest.raises(UserError, match="Conv2d has no batch norm"):
+        tbbn.balance(model[0][0], **EIGHT)
     with pytest.raises(UserError, match="past_tasks"):  # the layout is checked all the same
         tbbn.balance(model, current=8, memory=4)
     if norm == "bn":
         with pytest.raises(UserError, match="no task-balanced layer"):
             tbbn.balance(tbbn.revert(model), **EIGHT)
+        with pytest.raises(UserError, match="no task-balanced layer"):
+            tbbn.balance(model[1], **EIGHT)
+        tbbn.balance(nn.SyncBatchNorm.convert_sync_batchnorm(tbbn.convert(model, "bn")), **EIGHT)
         model = nn.SyncBatchNorm.convert_sync_batchnorm(tbbn.convert(model))
         with pytest.raises(UserError, match="convert_sync_batchnorm"):  # convert to tbbn took the mark of "bn" away
             tbbn.balance(model, **EIGHT)

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tbbn
 from tbbn.errors import UserError
-from tbbn.nn import active, modules
+from tbbn.nn import active, mistakes
 from tbbn.nn.plan import Layout
+from tbbn.nn.sync import RankLayout
 
 EIGHT, SIX = {"current": 8, "memory": 4, "past_tasks": 2}, {"current": 6, "memory": 6, "past_tasks": 3}
 OUTSIDE = "A training forward outside tbbn.balance"
@@ -153,9 +154,13 @@ def test_a_training_forward_outside_warns_once_and_only_after_a_block():
     other(images())
 
 
-def test_a_block_that_was_forgotten_is_said_once_a_process(monkeypatch):
-    monkeypatch.setattr(modules, "FORGOTTEN", 3)
-    monkeypatch.setattr(modules.BalancedNorm, "warned_of_forgotten", False)
+@pytest.fixture
+def three_are_many(monkeypatch):
+    monkeypatch.setattr(mistakes, "MANY", 3)
+    monkeypatch.setattr(mistakes, "_given", set())
+
+
+def test_a_block_that_was_forgotten_is_said_once_a_process(three_are_many):
     model, used, plain = network(), network(), tbbn.convert(network("bn"), "bn", sync=True)
     with tbbn.balance(used, current=12, memory=0, past_tasks=0):
         used(images())
@@ -175,9 +180,7 @@ def test_a_block_that_was_forgotten_is_said_once_a_process(monkeypatch):
         other(images())
 
 
-def test_blocks_that_never_balance_anything_are_said_once_a_process(monkeypatch):
-    monkeypatch.setattr(modules, "FORGOTTEN", 3)
-    monkeypatch.setattr(modules.BalancedNorm, "warned_of_one_sided", False)
+def test_blocks_that_never_balance_anything_are_said_once_a_process(three_are_many):
     rows = torch.arange(12)
     wrong = {"labels": rows, "current_classes": range(40, 50), "past_tasks": 4}  # no label is in the range
     model, once, first = network(), network(), network()
@@ -198,6 +201,45 @@ def test_blocks_that_never_balance_anything_are_said_once_a_process(monkeypatch)
     for _ in range(5):
         with tbbn.balance(other, **wrong):
             other(images())
+
+
+@pytest.mark.filterwarnings("error")
+def test_forwards_outside_after_a_block_are_not_called_forgotten(three_are_many):
+    model = network()
+    with tbbn.balance(model, **EIGHT):
+        model(images())
+    with pytest.warns(UserWarning, match=OUTSIDE):
+        model(images())
+    for _ in range(5):
+        model(images())
+
+
+@pytest.mark.parametrize("norm", ["adab2n", "bn"])
+@pytest.mark.filterwarnings("error")
+def test_norms_that_are_not_batch_norm_without_memory_rows_do_not_warn(norm, three_are_many):
+    model = network(norm, **({"sync": True} if norm == "bn" else {}))
+    for _ in range(5):
+        with tbbn.balance(model, is_memory=[False] * 12, past_tasks=2, task_ids=[2] * 12):
+            model(images())
+
+
+@pytest.mark.filterwarnings("error")
+def test_blocks_are_counted_by_task_and_with_the_rows_of_all_ranks(three_are_many):
+    model = network()
+    for past_tasks in (1, 2, 3):
+        for _ in range(2):
+            with tbbn.balance(model, current=12, memory=0, past_tasks=past_tasks):
+                model(images())
+    block = tbbn.balance(model, **EIGHT)  # no warning of this task any more
+    with block:
+        model(images())
+    mistakes.entered_block(block.layers, RankLayout(12, 0, 3, counts={None: ((12, 0), (4, 8))}))
+    for _ in range(2):
+        mistakes.entered_block(block.layers, RankLayout(12, 0, 4, counts={None: ((12, 0), (12, 0))}))
+    with pytest.warns(UserWarning, match="3 tbbn.balance blocks with past_tasks=4"):
+        mistakes.entered_block(block.layers, RankLayout(12, 0, 4, counts={None: ((12, 0), (12, 0))}))
+    for _ in range(4):
+        mistakes.entered_block(network()[1:2], RankLayout(12, 0, 4, counts={None: ((12, 0), (0, 12))}))
 
 
 def test_a_block_without_memory_says_that_plain_batch_norm_is_meant():

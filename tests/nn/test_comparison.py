@@ -151,6 +151,11 @@ def test_a_layer_that_has_seen_batches_keeps_its_variance():
     seen = plain.running_var.clone()
     layer = tbbn.convert(plain, "sn", zero_variance=True)
     assert torch.equal(layer.running_var, seen) and layer.running_var is plain.running_var
+    for statistic in ("running_mean", "running_var"):  # a state dict may have them without their count
+        loaded = nn.BatchNorm2d(4)
+        getattr(loaded, statistic)[2] = 0.5
+        wanted = loaded.running_var.tolist()
+        assert tbbn.convert(loaded, "sn", zero_variance=True).running_var.tolist() == wanted
     from_group_norm = tbbn.convert(tbbn.GroupNorm(4, groups=2), "sn", zero_variance=True)  # which counts no batches
     assert from_group_norm.running_var.tolist() == [0] * 4
     meta = tbbn.convert(nn.BatchNorm2d(4, device="meta"), "sn", zero_variance=True)

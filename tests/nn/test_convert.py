@@ -418,6 +418,31 @@ def test_a_norm_of_ones_own_can_be_registered(x):
         tbbn.convert(nn.BatchNorm2d(2), "root", groups=2)
 
 
+@temporary()
+def test_a_norm_of_ones_own_may_require_options_and_any_of_batch_norms_arguments():
+    @register_norm("grouped")
+    class Grouped(nn.Module):
+        def __init__(self, num_features, eps, momentum, affine, track_running_stats, device, dtype, *, groups):
+            super().__init__()
+            self.given = (num_features, eps, momentum, affine, track_running_stats, device, dtype, groups)
+
+        def forward(self, x):
+            return x
+
+    bare = nn.BatchNorm2d(4, affine=False, track_running_stats=False)
+    assert tbbn.convert(bare, "grouped", groups=2).given == (4, 1e-5, 0.1, False, False, None, None, 2)
+    for sync, said in ((False, r"any other argument needs a default. Got __init__\(.*groups\)"), (True, "over ranks")):
+        with pytest.raises(UserError, match=said):
+            tbbn.convert(nn.BatchNorm2d(4), "grouped", sync=sync)
+
+
+@temporary()
+def test_a_norm_without_a_constructor_is_refused():
+    register_norm("nothing")(type("Nothing", (nn.Module,), {"forward": lambda self, x: x}))
+    with pytest.raises(UserError, match=r"norm 'nothing' .*must take __init__\(self, num_features\)"):
+        tbbn.convert(nn.BatchNorm2d(4), "nothing")
+
+
 def test_is_balanced():
     assert is_balanced(tbbn.convert(nn.Sequential(nn.BatchNorm2d(2))))
     assert not is_balanced(nn.Sequential(nn.BatchNorm2d(2)))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tbbn.errors import UserError
 from tbbn.nn.active import Block, enter, leave
 from tbbn.nn.convert import is_norm, needs_no_layout
+from tbbn.nn.mistakes import entered_block
 from tbbn.nn.modules import BalancedNorm, PlannedNorm
 from tbbn.nn.plan import make_layout, row_values, whole_number
 from tbbn.nn.sync import Counts, share_counts
@@ -113,7 +114,7 @@ class balance:
         # All layers prepare before the block is entered, so that a layer that cannot take the layout raises first.
         enter(Block(self, layout, {layer: layer.prepare(layout) for layer in self.layers}, self.rows_per_sample))
         if not torch.compiler.is_compiling():
-            self.layers[0].count_block(layout)
+            entered_block(self.layers, layout)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -27,7 +27,7 @@ _OVER_RANKS = (layers.RankBatchNorm1d, layers.RankBatchNorm2d, layers.RankBatchN
 # A new layer gets these of the one it replaces, if it takes them.
 _OF_THE_OLD = ("eps", "momentum", "affine", "track_running_stats", "device", "dtype")
 
-_NEEDS_NO_LAYOUT = "tbbn_needs_no_layout"  # an attribute of a converted model
+_NEEDS_NO_LAYOUT = "tbbn_needs_no_layout"  # an attribute of a converted model and of its norms
 
 # A norm is a class for each of BatchNorm1d, 2d and 3d, or one class that replaces all three.
 _Classes = type[nn.Module] | tuple[type[nn.Module], ...]
@@ -110,11 +110,14 @@ def _check_module(function: str, module: Any) -> None:
 
 
 def _mark(module: nn.Module, needs_no_layout: bool) -> None:
-    """Note whether :func:`convert` gave the module norms that need no layout, so that ``balance`` has nothing to do."""
+    """Note whether :func:`convert` gave the module norms that need no layout, so that ``balance`` has nothing to do.
+
+    The norms are marked for a ``balance`` of a part of the module, the module for one whose norms are replaced later.
+    """
     for each in module.modules():
         vars(each).pop(_NEEDS_NO_LAYOUT, None)
-    if needs_no_layout:
-        vars(module)[_NEEDS_NO_LAYOUT] = True
+        if needs_no_layout and (each is module or is_norm(each)):
+            vars(each)[_NEEDS_NO_LAYOUT] = True
 
 
 def needs_no_layout(module: nn.Module) -> bool:
@@ -187,20 +190,21 @@ def _other_norm(layer: nn.Module) -> Entry[Any] | None:
 
 def _classes(norm: str) -> tuple[type[nn.Module], ...]:
     entry = NORMS.get(norm)
-    classes = entry if isinstance(entry, tuple) else (entry,)
-    if NORMS.entry(norm).origin != BUILT_IN:
-        for cls in classes:
-            _check_class(norm, cls)
-    return classes
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 @functools.cache
-def _check_class(norm: str, cls: Any) -> None:
-    """Refuse a plugin's class that cannot be a norm."""
+def _check_class(norm: str, cls: Any, options: frozenset[str]) -> None:
+    """Refuse a plugin's class that cannot be a norm with these options."""
     if not issubclass(cls, nn.Module):
         raise UserError(f"{NORMS.place(norm)}: must be derived from torch.nn.Module, got {cls.__name__}.")
     for function, called, given, wanted in (
-        (cls.__init__, (None, 8), _OF_THE_OLD, "(self, num_features), and may take batch norm's arguments"),
+        (
+            cls.__init__,
+            (None, 8),
+            (*_OF_THE_OLD, *options),
+            "(self, num_features), and may take batch norm's arguments",
+        ),
         (cls.forward, (None, None), (), "(self, x)"),
     ):
         name = function.__name__
@@ -208,6 +212,8 @@ def _check_class(norm: str, cls: Any) -> None:
             raise UserError(f"{NORMS.place(norm)}: has no function forward(self, x).")
         got = inspect.signature(function)
         try:
+            if function is nn.Module.__init__:  # which takes anything here, and refuses it when called
+                raise TypeError
             got.bind(*called, **{key: None for key in given if key in got.parameters})
         except TypeError:
             where = NORMS.place(norm, function)
@@ -219,6 +225,9 @@ def _check_class(norm: str, cls: Any) -> None:
 def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     """A layer of kind ``norm`` that replaces ``old`` and shares its parameters and buffers."""
     classes: tuple[Any, ...] = _OVER_RANKS if norm == "bn" and options.get("sync") else _classes(norm)
+    if NORMS.entry(norm).origin != BUILT_IN:
+        for cls in classes:
+            _check_class(norm, cls, frozenset(options))
     cls = classes[_dims(old) - 1] if len(classes) == 3 else classes[0]
     if isinstance(old, AnyLazyNorm):
         return _make_lazy(cls, old, options)
@@ -243,8 +252,7 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     if getattr(cls, "own_momentum", False):
         del shared["momentum"]
     tensor = next((t for t in (old.weight, getattr(old, "running_mean", None)) if t is not None), None)
-    if tensor is not None:
-        shared |= {"device": tensor.device, "dtype": tensor.dtype}
+    shared |= {"device": getattr(tensor, "device", None), "dtype": getattr(tensor, "dtype", None)}
     accepted = _accepted(cls)
     channels = old.num_channels if isinstance(old, nn.GroupNorm) else old.num_features
     new = cls(channels, **{k: v for k, v in shared.items() if k in accepted} | options)
@@ -268,8 +276,11 @@ def _asked_otherwise(old: Any, options: dict[str, Any]) -> set[str]:
 
 
 def _has_seen_batches(layer: nn.Module) -> bool:
-    count = getattr(layer, "num_batches_tracked", None)
-    return count is not None and not count.is_meta and bool(count)
+    mean, var, count = (getattr(layer, name, None) for name in ("running_mean", "running_var", "num_batches_tracked"))
+    if mean is None or var is None or mean.is_meta:
+        return False
+    # A state dict of before torch 0.4.1 has statistics without their count.
+    return bool(count) or bool(mean.any()) or bool((var != 1).any())
 
 
 def _sync_options(norm: str, process_group: Any) -> dict[str, Any]:

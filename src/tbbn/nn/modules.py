@@ -10,7 +10,6 @@ share statistics. ``balance`` gives every layer the layout; the layer turns it i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Annotated, Any, cast
@@ -22,12 +21,11 @@ from torch.fx import Proxy
 from tbbn.errors import UserError
 from tbbn.nn.active import Forward, Forwards, find, may_be_repeated, recomputing
 from tbbn.nn.functional import statistics_dtype, task_balanced_batch_norm, update_average
+from tbbn.nn.mistakes import Watched, forward_outside
 from tbbn.nn.plan import RULES, Layout, Plan, PlanOptions
 from tbbn.nn.private import AnyBatchNorm
 from tbbn.nn.sync import RankLayout, ranks_in, unbalanced_plan
 from tbbn.options import Option
-
-FORGOTTEN = 1000  # training forwards after which a model that was never inside ``balance`` warns
 
 
 class RowsPerSample(UserError):
@@ -44,21 +42,15 @@ def with_pixels(x: Tensor, per_sample: int, forward: Callable[[Tensor], Tensor])
     return y.transpose(1, 2).reshape(x.shape)
 
 
-class BalancedNorm(AnyBatchNorm):
+class BalancedNorm(Watched, AnyBatchNorm):
     """A batch norm to which :func:`tbbn.balance` gives the layout of the batch within its ``with`` block."""
 
     is_batch_norm_in_eval = True  # so that tbbn.revert can replace it by batch norm
     wants_task_ids = False  # whether it uses the ``task_ids`` of a layout
-    warned_of_forgotten = False  # once per process, not per layer
-    warned_of_one_sided = False  # likewise
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._forwards = Forwards()
-        # Whether to warn of a training forward outside ``balance``. None: never used inside yet. False: has warned.
-        self._warns: bool | None = None
-        self._n_outside = 0  # training forwards before the first block
-        self._n_one_sided: int | None = 0  # blocks of later tasks without memory or current rows; None: one had both
         self._uncompiled = False  # whether compiled code leaves its forwards to Python: see tbbn.nn.uncompiled
 
     def prepare(self, layout: Layout) -> Any:
@@ -84,7 +76,7 @@ class BalancedNorm(AnyBatchNorm):
         if may_be_repeated() and not recomputing():
             self._forwards.append(Forward.of(block, x))
         if layout is None:
-            self._count_outside()
+            forward_outside(self)
         if layout is not None and x.shape[0] != layout.rows:
             raise UserError(
                 f"{type(self).__name__}: the layout covers {layout.current} + {layout.memory} = {layout.rows} rows but the "
@@ -110,56 +102,9 @@ class BalancedNorm(AnyBatchNorm):
         """Whether the layer is plain batch norm without a layout."""
         return True
 
-    def count_block(self, layout: Layout) -> None:
-        """Watch for mistakes that raise no error, now that the model is inside a block with this layout.
-
-        The next training forward outside warns once. So do many blocks of a later task if none of them balanced anything.
-        """
-        if self._warns is None and self.needs_layout:
-            self._warns = True
-        if self._n_one_sided is None or not layout.past_tasks or not self.needs_layout:
-            return
-        if layout.current and layout.memory:
-            self._n_one_sided = None
-            return
-        self._n_one_sided += 1
-        if self._n_one_sided == FORGOTTEN and not BalancedNorm.warned_of_one_sided:
-            BalancedNorm.warned_of_one_sided = True
-            warnings.warn(
-                f"{FORGOTTEN} tbbn.balance blocks with past_tasks={layout.past_tasks}, none with both current and memory rows "
-                f"(the last: current={layout.current}, memory={layout.memory}): the layers have been plain batch norm. Check the "
-                "counts, the mask or the labels; to train without a memory, use past_tasks=0.",
-                stacklevel=3,
-            )
-
-    def _count_outside(self) -> None:
-        if self._warns:
-            self._warns = False
-            warnings.warn(
-                "A training forward outside tbbn.balance took the statistics of plain batch norm. If that is meant, "
-                "use tbbn.balance(model, current=rows, memory=0, past_tasks=0).",
-                stacklevel=2,
-            )
-        elif self._warns is None and self.needs_layout:
-            vars(self)["_n_outside"] += 1  # five times as fast as through Module.__setattr__
-            if self._n_outside == FORGOTTEN and not BalancedNorm.warned_of_forgotten:
-                BalancedNorm.warned_of_forgotten = True
-                warnings.warn(
-                    f"{FORGOTTEN} training forwards, none inside tbbn.balance: the layers have been plain batch norm. Put the "
-                    "forward inside tbbn.balance(model, current=..., memory=..., past_tasks=...); in the first task use "
-                    "memory=0, past_tasks=0.",
-                    stacklevel=2,
-                )
-
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "_forwards": Forwards(),
-            "_warns": None,
-            "_n_outside": 0,
-            "_n_one_sided": 0,
-            "_uncompiled": False,
-        }
+        state = {name: value for name, value in vars(self).items() if name not in vars(Watched)}
+        return {**state, "_forwards": Forwards(), "_uncompiled": False}
 
     def __prepare_scriptable__(self) -> Any:
         raise UserError(

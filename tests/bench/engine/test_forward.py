@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from tbbn.bench.methods import TaskContext
 from tbbn.bench.methods.terms import nca
 from tbbn.bench.models import Network
 from tbbn.errors import UserError
-from tbbn.nn import balance
+from tbbn.nn import balance, mistakes
 from tbbn.registry import METHODS
 
 
@@ -36,6 +37,18 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Network, "forward", watched)
     return rows
+
+
+@pytest.mark.parametrize("norm", ["tbbn", "weighted", "adab2n"])
+def test_a_run_without_a_memory_says_that_it_means_batch_norm(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mistakes, "MANY", 3)
+    monkeypatch.setattr(mistakes, "_given", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone = finish(tiny(norm__name=norm, memory__budget=0, data__stop_after=2))
+    plain = finish(tiny(norm__name="bn", memory__budget=0, data__stop_after=2))
+    same = [torch.equal(a, b) for a, b in zip(alone.network.buffers(), plain.network.buffers(), strict=False)]
+    assert all(same) == (norm != "adab2n"), "which weights each task, memory or none"
 
 
 def test_a_joint_forward_is_one_and_separate_ones_are_two(forwards: list[int]) -> None:

@@ -50,11 +50,13 @@ class TrainingForward:
         if not self.takes_layout:
             return call(batch.images)
         task_ids = None if self.class_task is None else self.class_task[batch.labels]
+        # Without memory rows the layers are batch norm, as in the first task. Saying so, a run without a memory means it.
+        means_it = task_ids is None and not any(memory for _, memory in counts or [(0, batch.n_memory)])
         with balance(
             network,
             current=batch.n_current,
             memory=batch.n_memory,
-            past_tasks=self.past_tasks,
+            past_tasks=0 if means_it else self.past_tasks,
             task_ids=task_ids,
             rank_counts=counts,
         ):

@@ -1,0 +1,88 @@
+"""Warnings of mistakes that raise no error: a forward outside ``tbbn.balance``, and blocks that never balance anything.
+
+Each comes once, from one layer. Compiled forwards are not watched: counting would be compiled in.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tbbn.nn.plan import Layout
+from tbbn.nn.sync import RankLayout
+
+if TYPE_CHECKING:
+    from tbbn.nn.modules import BalancedNorm
+
+MANY = 1000  # training forwards without a block, or blocks that balance nothing, before the warning
+
+_given: set[str] = set()  # the warnings of MANY that this process has given
+
+
+class Watched:
+    """What a layer remembers of its training forwards. Copies of a layer start anew."""
+
+    _warns: bool | None = None  # whether to warn of a forward outside. None: never in a block yet. False: has warned
+    _n_outside = 0  # training forwards before the first block
+    _one_sided = (0, 0)  # past tasks, and blocks of that task without memory or current rows; -1: one had both
+
+
+def entered_block(layers: Sequence[BalancedNorm], layout: Layout) -> None:
+    """Note that the layers of a model are inside a block with this layout."""
+    first = layers[0]
+    if not first.needs_layout:
+        return
+    if first._warns is None:
+        for layer in layers:
+            layer._warns = layer is first
+    task, blocks = first._one_sided
+    if not layout.past_tasks or first.wants_task_ids or (blocks < 0 and task == layout.past_tasks):
+        return
+    if all(_rows(layout)):
+        first._one_sided = layout.past_tasks, -1
+        return
+    blocks = blocks + 1 if task == layout.past_tasks else 1
+    first._one_sided = layout.past_tasks, blocks
+    if blocks == MANY and _is_first("one-sided"):
+        warnings.warn(
+            f"{MANY} tbbn.balance blocks with past_tasks={layout.past_tasks}, none with both current and memory rows (the last: "
+            f"current={layout.current}, memory={layout.memory}): the layers have been plain batch norm. Check the counts, the "
+            "mask or the labels; to train without a memory, use past_tasks=0.",
+            stacklevel=3,
+        )
+
+
+def forward_outside(layer: BalancedNorm) -> None:
+    """Note a training forward of the layer outside any block."""
+    if layer._warns:
+        layer._warns = False
+        warnings.warn(
+            "A training forward outside tbbn.balance took the statistics of plain batch norm. If that is meant, "
+            "use tbbn.balance(model, current=rows, memory=0, past_tasks=0).",
+            stacklevel=2,
+        )
+    elif layer._warns is None and layer.needs_layout:
+        vars(layer)["_n_outside"] = layer._n_outside + 1  # five times as fast as through Module.__setattr__
+        if layer._n_outside == MANY and _is_first("outside"):
+            warnings.warn(
+                f"{MANY} training forwards, none inside tbbn.balance: the layers have been plain batch norm. Put the forward "
+                "inside tbbn.balance(model, current=..., memory=..., past_tasks=...); in the first task use memory=0, "
+                "past_tasks=0.",
+                stacklevel=2,
+            )
+
+
+def _rows(layout: Layout) -> tuple[int, int]:
+    """The current and memory rows of the batch, on all ranks if the layers take their statistics over them."""
+    if not isinstance(layout, RankLayout):
+        return layout.current, layout.memory
+    counts = next(iter(layout.counts.values()))
+    return sum(current for current, _ in counts), sum(memory for _, memory in counts)
+
+
+def _is_first(warning: str) -> bool:
+    if warning in _given:
+        return False
+    _given.add(warning)
+    return True
