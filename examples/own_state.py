@@ -43,7 +43,8 @@ class ElasticWeights(Method):
         squares, n_batches = [torch.zeros_like(parameter) for parameter in parameters.values()], 0
         for batch in context.batches("importance"):
             loss = F.cross_entropy(context.forward(network, batch).logits, batch.labels)
-            for square, gradient in zip(squares, torch.autograd.grad(loss, list(parameters.values())), strict=True):
+            gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)  # 0 if not used
+            for square, gradient in zip(squares, gradients, strict=True):
                 square += len(batch.labels) * gradient.square()  # the gradient is a mean over the batch's rows
             n_batches += 1
         for (name, parameter), square in zip(parameters.items(), squares, strict=True):

@@ -211,6 +211,7 @@ def failure(error: BaseException) -> str:
 
 def _owner(frame: FrameType) -> str:
     """The plugin's registered object whose function or method this frame runs; empty for other code."""
+    found: dict[str, int] = {}  # the number of a class's bases: one may be registered beside classes derived from it
     for registry in REGISTRIES:
         for name, entry in registry._entries.items():
             for value in entry.value if isinstance(entry.value, tuple) else (entry.value,):
@@ -221,5 +222,5 @@ def _owner(frame: FrameType) -> str:
                         and frame.f_globals["__name__"] == value.__module__
                     )
                 if runs and entry.origin != BUILT_IN:
-                    return f"{registry.kind} {name!r} of {entry.origin}"
-    return ""
+                    found[f"{registry.kind} {name!r} of {entry.origin}"] = len(getattr(value, "__mro__", ()))
+    return max(found, key=found.__getitem__, default="")

@@ -45,6 +45,7 @@ def test_a_step_is_made_of_the_run_and_captured_on_a_gpu_where_that_pays(
     for uses_previous in (True, False):
         block: Any = SimpleNamespace(spec="spec", steps=steps)
         assert run._make_step(context, Phase(uses_previous=uses_previous), block, parameters) is made
+        assert made.given.pop("place")(run.method.loss) == "method 'lucir'"
         assert made.given == {
             "maker": run.maker,
             "network": run.network,
@@ -61,7 +62,6 @@ def test_a_step_is_made_of_the_run_and_captured_on_a_gpu_where_that_pays(
             "captured": captured,
             "ranks": run.ranks,
             "needs_stages": run.method.needs_stages,
-            "place": "method 'lucir'",
         }
     assert made.restored == "totals" and run.restored_totals == {"other": "not these"}, "once"
 

@@ -165,7 +165,6 @@ def test_a_method_that_breaks_the_contract_is_told_what_is_expected(
     [
         ("def forward(self, x):", "def foward(self, x):", r"has no function forward\(self, x\)"),
         ("def forward(self, x):", "def forward(self, x, mask):", r"must take forward\(self, x\); .* Got forward\(.*mask\)"),
-        (INIT, INIT.replace(" = 0.5", ""), r"must take __init__\(self, num_features\), and .*; any other .* needs a default\."),
         (INIT, "def __init__(self, *, power=0.4, num_features=8, eps=1):", r"must take __init__\(self, num_features\)"),
         ("class RootMeanSquare(nn.Module)", "class RootMeanSquare", "must be derived from torch.nn.Module, got RootMeanSquare"),
         (FORWARD, "return x.mean(0)", r"forward must return a tensor \(2, 8, 8, 8\), as it got, not \(8, 8, 8\)"),
@@ -244,3 +243,35 @@ def test_every_method_of_the_package_keeps_the_contract() -> None:
     for name, entry in METHODS.describe().items():
         check_names(name, entry.value)
         check_signatures(name, entry.value())
+
+
+def test_an_option_of_a_norm_that_has_no_default_must_be_given(capsys: Capture) -> None:
+    write(INIT, INIT.replace(" = 0.5", ""))
+    without = [word if word != "rms(power=0.4)" else "rms" for word in WORDS]
+    error = mistake(capsys, "run", *without, "--plugin", "mine.py", "--quiet")
+    wanted = r"must take __init__\(self, num_features\), and .*; any other argument needs a default\."
+    assert re.match(f"tbbn: norm 'rms' {MINE}: {wanted}", error), error
+    assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 0
+
+
+def test_a_mistake_in_a_penalty_names_its_line(capsys: Capture) -> None:
+    write(f"    {LOSS}", f"    def penalty(self, network):\n        return 3\n\n    {LOSS}")
+    line = next(n for n, text in enumerate(Path("mine.py").read_text().splitlines(), 1) if "def penalty" in text)
+    error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
+    assert f"mine.py line {line}: penalty must return a dict of scalar tensors" in error
+
+
+def test_an_error_names_the_class_that_runs_not_its_base(capsys: Capture) -> None:
+    write(f"    {LOSS}", f"    {LOSS}\n        1 / self.temperature_of_derived")
+    more = """
+
+@tbbn.register_method("derived", "as its base")
+@dataclass(frozen=True)
+class Derived(Tempered):
+    pass
+"""
+    Path("mine.py").write_text(Path("mine.py").read_text() + more)
+    words = [word if word != "tempered" else "derived" for word in WORDS]
+    assert main(["run", *words, "--plugin", "mine.py", "--quiet"]) == 1
+    error = capsys.readouterr().err
+    assert "method 'derived' of mine.py" in error and "temperature_of_derived" in error

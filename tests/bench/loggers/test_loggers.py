@@ -89,7 +89,11 @@ def test_a_logger_that_fails_is_one_line_and_the_run_goes_on(lanes: str, tmp_pat
     words = ["run", *TINY, "--out", str(tmp_path), "--name", "x", "--quiet", "--lanes", lanes, "--log", "broken"]
     assert main(words) == 0
     said = capsys.readouterr().err
-    assert said == "tbbn: logger 'broken' failed and is off for this run: ConnectionError: no server\n"
+    wanted = (
+        r"tbbn: logger 'broken' of .*test_loggers.*, test_loggers\.py line \d+ failed and is off for this run: (.*)\n"
+    )
+    found = re.fullmatch(wanted, said)
+    assert found and found[1] == "ConnectionError: no server"
     assert len(CALLS) == 3 and load_record(tmp_path / "x").status == "finished"
     assert lines(tmp_path / "x")[-1]["event"] == "end"
 

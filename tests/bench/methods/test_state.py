@@ -21,6 +21,7 @@ from tbbn.bench.runs.retrain import retrain
 from tbbn.bench.runs.saved import run_saved, saved
 from tbbn.errors import UserError
 from tbbn.plugins import load_plugin, temporary
+from tbbn.registry import NORMS
 
 FILE = str(Path(__file__).parents[3] / "examples/own_state.py")
 
@@ -75,6 +76,13 @@ def test_the_importance_is_the_squared_gradient_of_the_batches() -> None:
         n += 1
     for name, total in sums.items():
         torch.testing.assert_close(network.recall(f"importance {name}"), total / n)
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+def test_every_norm_trains_with_a_penalty(norm: str) -> None:
+    """adab2n has parameters that its forward in eval mode does not use."""
+    run = finish(tiny(method__name="ewc", norm__name=norm, data__stop_after=2))
+    assert "ewc" in run.record.history[-1]
 
 
 @pytest.mark.parametrize("events", [4, 9, 14, 20])

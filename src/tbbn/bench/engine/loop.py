@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -293,7 +294,7 @@ class Run:
             captured=self.device.type == "cuda" and block.steps >= MIN_CAPTURED_STEPS and self.ranks.size == 1,
             ranks=self.ranks,
             needs_stages=self.method.needs_stages,
-            place=METHODS.place(self.config.method.name, loss),
+            place=partial(METHODS.place, self.config.method.name),
         )
         if block.spec in self.restored_totals:
             step.restore_totals(self.restored_totals.pop(block.spec))

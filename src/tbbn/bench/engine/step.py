@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class Step:
     captured: bool  # capture the step as a CUDA graph
     ranks: Ranks
     needs_stages: bool  # whether the loss uses the maps of the stages
-    place: str  # of the method, for errors
+    place: Callable[[Any], str]  # of one of the method's functions, for errors
 
     def __post_init__(self) -> None:
         device = self.maker.data.labels.device
@@ -107,21 +108,23 @@ class Step:
 
     def losses(self, batch: Batch) -> Losses:
         """The loss terms of a batch, with their autograd graph."""
-        named = f"{self.place}: {getattr(self.loss, '__name__', 'loss')}"  # a partial has no name
         with autocast(self.precision, batch.images.device):
             previous = None
             if self.teacher is not None:
                 with torch.no_grad():
                     previous = self.share.whole(self.teacher(batch.images), stages=self.needs_stages)
             output = self.share.whole(self._output(self.share.of(batch)), stages=self.needs_stages)
-            terms = _checked(named, self.loss(batch, output, previous))
+            terms = self._checked(self.loss, self.loss(batch, output, previous))
             of_norms = penalties(self.network) if self.has_penalty else []
             extra = torch.stack(of_norms).sum() if of_norms else None
         if not any(term.requires_grad for term in terms.values()):
+            named = self._named(self.loss)
             raise UserError(f"{named} has no term with a gradient, so there is nothing to train; got {terms!r:.60}.")
-        own = _checked(f"{self.place}: penalty", self.penalty(self.network))
+        own = self._checked(self.penalty, self.penalty(self.network))
         if twice := terms.keys() & own.keys():
-            raise UserError(f"{self.place}: loss and penalty both have a term {min(twice)!r}; rename one.")
+            raise UserError(
+                f"{self.place(self.penalty)}: loss and penalty both have a term {min(twice)!r}; rename one."
+            )
         own = {name: self.ranks.once(term) for name, term in own.items()}
         return {**terms, **own} if extra is None else {**terms, **own, "norm": extra}
 
@@ -133,16 +136,21 @@ class Step:
         forward = self.forward if self.spec.has_layout else self.forward.mixed
         return forward(self.network, batch, call, self.share.counts)
 
+    def _checked(self, function: Callable[..., Losses], terms: object) -> Losses:
+        """What a function of the method returned, if it is what it should be."""
+        if not isinstance(terms, dict) or not all(isinstance(t, Tensor) and t.dim() == 0 for t in terms.values()):
+            raise UserError(
+                f"{self._named(function)} must return a dict of scalar tensors, such as {{'ce': ...}}, got {terms!r:.60}."
+            )
+        if any(not isinstance(name, str) or name in _TAKEN for name in terms):
+            raise UserError(
+                f"{self._named(function)} must name its terms with other texts than {', '.join(_TAKEN)}, which the history has "
+                f"already; got {', '.join(map(repr, terms))}."
+            )
+        return terms
 
-def _checked(what: str, terms: object) -> Losses:
-    if not isinstance(terms, dict) or not all(isinstance(t, Tensor) and t.dim() == 0 for t in terms.values()):
-        raise UserError(f"{what} must return a dict of scalar tensors, such as {{'ce': ...}}, got {terms!r:.60}.")
-    if any(not isinstance(name, str) or name in _TAKEN for name in terms):
-        raise UserError(
-            f"{what} must name its terms with other texts than {', '.join(_TAKEN)}, which the history has already; "
-            f"got {', '.join(map(repr, terms))}."
-        )
-    return terms
+    def _named(self, function: Callable[..., Losses]) -> str:
+        return f"{self.place(function)}: {getattr(function, '__name__', 'loss')}"  # a partial has no name
 
 
 def read_totals(steps: Iterable[Step]) -> dict[str, float]:

@@ -116,7 +116,7 @@ class RunLog:
 
 def _warn(name: str, error: Exception) -> None:
     reason = (str(error).strip().splitlines() or [""])[0][:200]
-    line = f"tbbn: logger {name!r} failed and is off for this run: {type(error).__name__}: {reason}"
+    line = f"tbbn: {LOGGERS.place(name, error)} failed and is off for this run: {type(error).__name__}: {reason}"
     with suppress(OSError, AttributeError):  # standard error may be closed or missing
         sys.stderr.write(printable(line) + "\n")
 
