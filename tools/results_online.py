@@ -27,12 +27,21 @@ ResNet-18 (20 to 160 channels), on a CPU in float32. The groups of CN (8 and 16)
 {beside.render("md")}
 
 The paper prints a lower A_f with TBBN than with batch norm. Here TBBN minus batch norm is {tbbn["A_f"]} in A_f and {tbbn["A_a"]} in A_a.
-All norms, sorted by A_f, beside batch norm on the same seeds:
+The norms that ran, sorted by A_f, beside batch norm on the same seeds:
 
 {norms_table(records).render("md")}
+{_ours(records)}"""
 
-`tbbn(rule=uneven)` and `weighted` are ours: in a batch of 10 + 10 the paper's rule can only use the divisors of 10 as numbers of splits.
-"""
+
+OURS = {
+    "tbbn(rule=uneven)": "In a batch of 10 + 10 the paper's rule can only use the divisors of 10 as numbers of splits; this one uses any number.",
+    "weighted": "Batch norm with one set of statistics that weights every task equally.",
+}
+
+
+def _ours(records: list[Any]) -> str:
+    """A line on each norm that ran and is not the paper's."""
+    return "".join(f"\n- `{norm}` is ours. {text}" for norm, text in OURS.items() if norm in by_norm(records)) + "\n"
 
 
 def task_known(record: Any) -> float:

@@ -33,14 +33,14 @@ def _answer(found: Experiments) -> str:
     return f"""# Results
 
 **Does TBBN help?** Under the paper's protocol a little, on average over the tasks (A_a). After the last task (A_f) it helps clearly in one case only:
-fine-tuning with the last epoch kept. Under `clean`, the bench's default, no gain is seen. TBBN minus batch norm, in points, with the 95 % interval over seeds:
+fine-tuning with the last epoch kept. Under `clean`, the bench's default, no gain in A_f or A_a is clear. TBBN minus batch norm, in points, with the 95 % interval over seeds:
 
 - Paper, fine-tuning, last epoch kept, {len(last["A_f"].bn)} seeds: A_f {last["A_f"]}, A_a {last["A_a"]}.
 - Paper, fine-tuning, best epoch kept as the authors do, {len(best["A_f"].bn)} seeds: A_f {best["A_f"]}, A_a {best["A_a"]}; the paper has {_printed("ft", "A_f")} and {_printed("ft", "A_a")}.
 - Paper, mean of five other methods, {_seeds_of_others(others)} each: A_f {numbers.mean_of_methods(others, "A_f")}, A_a {numbers.mean_of_methods(others, "A_a")}.
 - `clean` (momentum 0.9, weight decay 5e-4, the usual crop, all training images, last epoch), fine-tuning, {len(clean["A_f"].bn)} seeds: A_f {clean["A_f"]}, A_a {clean["A_a"]}.
 
-This page is made by `make results` from the records in `results/`: real CIFAR-100, 10 tasks, 2000 exemplars, ResNet-32, bf16, one H200. More on
+This page is made by `make results` from the records in `results/`: real CIFAR-100, 10 tasks, 2000 exemplars, ResNet-32, bf16, one H200; the online scenario has its own [setup](#online). More on
 each line:
 
 - Most of the gain in A_f with the last epoch kept is a weaker bias towards the newest classes ([below](#fine-tuning-the-last-epoch-kept)): if the
