@@ -198,27 +198,29 @@ def _check_class(norm: str, cls: Any, options: frozenset[str]) -> None:
     """Refuse a plugin's class that cannot be a norm with these options."""
     if not issubclass(cls, nn.Module):
         raise UserError(f"{NORMS.place(norm)}: must be derived from torch.nn.Module, got {cls.__name__}.")
-    for function, called, given, wanted in (
+    for name, called, given, wanted in (
         (
-            cls.__init__,
+            "__init__",
             (None, 8),
             (*_OF_THE_OLD, *options),
             "(self, num_features), and may take batch norm's arguments",
         ),
-        (cls.forward, (None, None), (), "(self, x)"),
+        ("forward", (None, None), (), "(self, x)"),
     ):
-        name = function.__name__
-        if name == "_forward_unimplemented":
+        function = getattr(cls, name)
+        if function is nn.Module.forward:
             raise UserError(f"{NORMS.place(norm)}: has no function forward(self, x).")
+        missing = function is nn.Module.__init__  # which takes anything here, and refuses it when called
         got = inspect.signature(function)
         try:
-            if function is nn.Module.__init__:  # which takes anything here, and refuses it when called
+            if missing:
                 raise TypeError
             got.bind(*called, **{key: None for key in given if key in got.parameters})
         except TypeError:
-            where = NORMS.place(norm, function)
+            where = NORMS.place(norm, None if missing else function)
             raise UserError(
-                f"{where}: must take {name}{wanted}; any other argument needs a default. Got {name}{got}."
+                f"{where}: must take {name}{wanted}; any other argument needs a default. "
+                f"Got {'none' if missing else f'{name}{got}'}."
             ) from None
 
 
