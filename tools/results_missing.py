@@ -24,7 +24,7 @@ network.
 - **Table 2 on CIFAR-100** lacks {gaps or "nothing"}.
 - **To be repeated**, because they are not whole records: {to_repeat()}.
 - **Not in the paper, and not run**: Tables 1 and 2 with the last epoch kept (of these only `ft` with batch norm and TBBN is here); other forms
-  of the layer (`rule`, `memory=own`, `total_variance`, `weighted`) with the last epoch kept; Tiny-ImageNet; TBBN and more seeds of PODNet with the
+  of the layer (`rule`, `memory=own`, `total_variance`, `weighted`) with the last epoch kept; methods that correct the bias (`bic`, `wa`, `il2m`) with the last epoch kept; Tiny-ImageNet; TBBN and more seeds of PODNet with the
   nearest mean, and of SS-IL with the quirk.
 
 Each row takes one command (`tbbn reproduce table2`, ...) and a GPU: [how long](scale.md#the-whole-paper).

@@ -11,6 +11,7 @@ from typing import Any
 from tbbn.bench.config import resolve
 from tbbn.bench.engine.record import new_record
 from tbbn.bench.metrics import ERROR_TYPES
+from tbbn.bench.report.interval import half_width
 from tbbn.bench.report.tables import Table
 from tbbn.bench.runs.record import load_record
 from tbbn.paper import measured
@@ -41,8 +42,7 @@ def metrics(record: Any) -> dict[str, float]:
 
 def last_kept(record: Any) -> int:
     """The epoch, from 1, that was kept in the first phase of the last task."""
-    epochs = [epoch for (task, _), epoch in record.kept_epochs().items() if task == len(record.accuracy) - 1]
-    return int(epochs[0]) + 1
+    return first_kept(record)[len(record.accuracy) - 1]
 
 
 @cache
@@ -151,6 +151,13 @@ def place(pair: measured.Measured, norm: str, metric: str) -> str:
     return f"{better + 1} of {len(found)}"
 
 
+def places_by_seed(pair: measured.Measured, norm: str, metric: str) -> str:
+    """The place of a norm in Table 1 on each seed that all have."""
+    values = {name: metrics[metric] for name, metrics in _over_shared_seeds(pair).items()}
+    places = [1 + sum(v[at] > own for v in values.values()) for at, own in enumerate(values[norm])]
+    return _and([str(place) for place in places])
+
+
 # Table 2.
 
 
@@ -211,7 +218,26 @@ def higher_with_tbbn(found: dict[str, measured.Measured], metric: str) -> str:
     """In how many methods under the paper's protocol the mean is higher with TBBN, and where its interval excludes 0."""
     pairs = {m: e.metric(m, metric) for e in (found["best"], found["table2"]) for m in e.methods}
     higher = sum(pair.gain > 0 for pair in pairs.values())
-    return f"{higher} of {len(pairs)} methods; the interval excludes 0 for {clear_of_0(pairs)}"
+    return f"{higher} of {len(pairs)} methods (the interval excludes 0 for {clear_of_0(pairs)})"
+
+
+def beyond_chance(experiments: list[measured.Measured]) -> str:
+    """How many gains of the paper are outside our intervals, and which also are if its three runs spread as ours."""
+    outside, still = 0, []
+    for method, name, pair in (
+        (m, n, e.metric(m, n)) for e in experiments for m in e.methods for n in measured.METRICS
+    ):
+        apart, half, seeds = (
+            abs(measured.printed_gain(method, name) - pair.gain),
+            half_width(pair.gains),
+            len(pair.gains),
+        )
+        outside += apart > half
+        if apart > half * (1 + seeds / 3) ** 0.5:  # the standard error of a difference of two means
+            still.append(f"{name} of {method}")
+    return (
+        f"{len(still)} of the {outside} differences marked `*` remain outside the wider interval ({', '.join(still)})"
+    )
 
 
 def missing() -> str:
@@ -256,42 +282,15 @@ def kept() -> Table:
 
 def early_share(records: list[Any]) -> float:
     """In how many of the tasks after the first these runs kept an epoch from before the first drop of the learning rate."""
-    early = []
-    for record in records:
-        first: dict[int, int] = {}  # of each task, the first phase
-        for (task, _), epoch in record.kept_epochs().items():
-            first.setdefault(task, epoch + 1)
-        early += [epoch <= first_drop() for task, epoch in first.items() if task]
-    return fmean(early)
+    return fmean(epoch <= first_drop() for record in records for task, epoch in first_kept(record).items() if task)
 
 
-def by_kept_epoch(seed: int) -> dict[str, dict[str, float]]:
-    """A_f of the norms in Table 1 by the epoch kept in the last task: "before" the first drop, or "after" it."""
-    found: dict[str, dict[str, float]] = {"before": {}, "after": {}}
-    for record in (r for r in records_in(TABLE1) if r.run_config.seed == seed):
-        when = "after" if last_kept(record) > first_drop() else "before"
-        found[when][record.run_config.names[1]] = metrics(record)["A_f"]
-    return found
-
-
-def split_table(seeds: list[int]) -> Table:
-    rows = [
-        (
-            str(seed),
-            when,
-            f"{fmean(finals.values()):.1f}",
-            ", ".join(f"{norm} {value:.1f}" for norm, value in finals.items()),
-        )
-        for seed in seeds
-        for when, finals in by_kept_epoch(seed).items()
-    ]
-    return Table(("seed", "epoch kept", "mean A_f", "A_f of each"), tuple(rows), align="llrl")
-
-
-def late_gain(seed: int) -> float:
-    """Mean A_f of the norms that kept a late epoch minus that of the others, on one seed."""
-    found = by_kept_epoch(seed)
-    return fmean(found["after"].values()) - fmean(found["before"].values())
+def first_kept(record: Any) -> dict[int, int]:
+    """The epoch, from 1, that was kept in the first phase of each task."""
+    first: dict[int, int] = {}
+    for (task, _), epoch in record.kept_epochs().items():
+        first.setdefault(task, epoch + 1)
+    return first
 
 
 def errors_table(runs: list[Any]) -> Table:
