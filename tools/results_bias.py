@@ -7,7 +7,7 @@ from statistics import NormalDist, fmean
 from typing import Any
 
 import results_numbers as numbers
-from tbbn.bench.report.interval import half_width, signed
+from tbbn.bench.report.interval import bounds, signed
 from tbbn.bench.report.tables import Table
 from tbbn.paper.measured import Measured, Paired
 
@@ -208,9 +208,7 @@ def two(pair: Paired) -> str:
 
 
 def _interval(gains: list[float], digits: int) -> str:
-    mean, half = fmean(gains), half_width(gains)
-    low, high = (round(bound, digits) + 0.0 for bound in (mean - half, mean + half))
-    return f"{round(mean, digits) + 0.0:+.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{round(fmean(gains), digits) + 0.0:+.{digits}f} {bounds(gains, digits)}"
 
 
 def _each(pair: Paired, digits: int = 1) -> str:

@@ -64,7 +64,7 @@ def test_a_gain_of_the_paper_outside_of_the_interval_is_marked() -> None:
     runs = {("ft", norm, seed): [[0.9], [a, a]] for (norm, seed), a in accuracies.items()}
     (row,) = gains_beside_paper([replace(TWO_SEEDS, runs=runs)]).rows
     # 0.1 and 0.12 points: 0.11 ± 12.706 * 0.01. The paper: 38.46 - 35.41, 56.17 - 53.88, 41.90 - 43.38, 80.36 - 78.79.
-    assert row[:3] == ("ft", "+0.1 [0.0, 0.2]", "+3.1 *") and row[4] == "+2.3 *"
+    assert row[:3] == ("ft", "+0.1 [-0.0, 0.2]", "+3.1 *") and row[4] == "+2.3 *"
     assert row[6] == "-1.5 *" and row[8] == "+1.6 *"
     wide = replace(TWO_SEEDS, runs=RUNS)
     assert gains_beside_paper([wide]).rows[0][2] == "+3.1"

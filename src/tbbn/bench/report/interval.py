@@ -34,17 +34,23 @@ def quantile(freedom: int) -> float:
 
 
 def difference(gains: Sequence[float]) -> str:
-    """The mean gain in points, with its interval if there are several gains.
+    """The mean gain in points, with its interval if there are several gains. A bound of -0.0 is just below 0.
 
     >>> difference([1.0, 2.0, 3.0]), difference([-1.0]), difference([-0.01])
     ('+2.0 [-0.5, 4.5]', '-1.0', '+0.0')
+    >>> difference([0.9, 1.0, 1.75]), difference([0.8, 1.0, 1.7])
+    ('+1.2 [0.1, 2.4]', '+1.2 [-0.0, 2.3]')
     """
     mean = statistics.fmean(gains)
     if len(gains) == 1:
         return signed(mean)
-    half = half_width(gains)
-    low, high = (round(bound, 1) + 0.0 for bound in (mean - half, mean + half))
-    return f"{signed(mean)} [{low:.1f}, {high:.1f}]"
+    return f"{signed(mean)} {bounds(gains)}"
+
+
+def bounds(values: Sequence[float], digits: int = 1) -> str:
+    """The interval in brackets. The sign of a bound that rounds to 0 is kept: it says whether 0 is inside."""
+    mean, half = statistics.fmean(values), half_width(values)
+    return "[{:.{digits}f}, {:.{digits}f}]".format(mean - half + 0.0, mean + half + 0.0, digits=digits)
 
 
 def signed(points: float) -> str:
