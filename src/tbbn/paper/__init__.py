@@ -21,9 +21,9 @@ def recipes() -> dict[str, Path]:
 
 
 def describe(recipe: Path) -> str:
-    """The recipe's opening comment, without the line that shows its command."""
+    """The recipe's opening comment, without the lines that show its commands."""
     lines = [line[1:].strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
-    return " ".join(line for line in lines if not line.startswith(("tbbn run", "tbbn reproduce")))
+    return " ".join(line for line in lines if not line.startswith(("tbbn run", "tbbn reproduce", "tbbn sweep")))
 
 
 def is_recipe(name: str) -> bool:
