@@ -27,7 +27,8 @@ network.
   of the layer (`rule`, `memory=own`, `total_variance`, `weighted`) with the last epoch kept; methods that correct the bias (`bic`, `wa`, `il2m`) with the last epoch kept; Tiny-ImageNet; TBBN and more seeds of PODNet with the
   nearest mean, and of SS-IL with the quirk.
 
-Each row takes one command (`tbbn reproduce table2`, ...) and a GPU: [how long](scale.md#the-whole-paper).
+Each row takes one command (`tbbn reproduce table2`, ...) and a GPU: [how long](scale.md#the-whole-paper). The runs that are not in the paper have
+[their commands](start-paper.md), too.
 """
 
 
