@@ -67,7 +67,9 @@ def test_a_part_of_the_dissimilar_sequence_is_trained_like_the_whole() -> None:
 
 @pytest.mark.parametrize("table", ["table1", "table2"])
 def test_tiny_imagenet_is_trained_like_imagenet100(table: str) -> None:
-    tiny = {(row["method.name"], row["norm.name"], row.get("norm.groups")): row for row in rows(f"{table}-tiny-imagenet")}
+    tiny = {
+        (row["method.name"], row["norm.name"], row.get("norm.groups")): row for row in rows(f"{table}-tiny-imagenet")
+    }
     theirs = {
         key: row
         for row in rows(f"{table}-imagenet100")
