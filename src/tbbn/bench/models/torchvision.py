@@ -1,4 +1,8 @@
-"""Mobile backbones of torchvision, untrained and without classifier, divided into stages of one resolution each."""
+"""Mobile backbones of torchvision, untrained and without classifier, divided into stages of one resolution each.
+
+The dropout before the classifier of MobileNet-V2 and MnasNet goes with it: its masks would be the only random numbers of a run
+that are drawn during a step. The paper's code keeps it.
+"""
 
 from __future__ import annotations
 
