@@ -48,7 +48,7 @@ def interpret(file: str, marked: str = "not nightly") -> None:
     ]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
-        command, env={**env, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300, check=False
+        command, env={**env, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1800, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
