@@ -154,6 +154,43 @@ def test_a_training_forward_outside_warns_once_and_only_after_a_block():
     other(images())
 
 
+@pytest.mark.filterwarnings("error")
+def test_any_layer_warns_of_a_forward_outside():
+    model = network()
+    model[1].eval()  # fine-tuning often freezes the statistics of the first layers
+    with tbbn.balance(model, **EIGHT):
+        model(images())
+    with pytest.warns(UserWarning, match=OUTSIDE) as seen:
+        model(images())
+    assert len(seen) == 1
+    model.train()(images())
+
+
+@pytest.mark.filterwarnings("error")
+def test_layers_that_need_no_layout_are_not_watched():
+    model = network()
+    model[1] = tbbn.convert(nn.BatchNorm2d(6).double(), "bn", sync=True)
+    with tbbn.balance(model, **EIGHT):
+        model(images())
+    model[1](model[0](images()))
+    with pytest.warns(UserWarning, match=OUTSIDE):
+        model(images())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_leaves_no_block_behind(three_are_many):
+    model = network()
+    for _ in range(2):
+        with tbbn.balance(model, current=12, memory=0, past_tasks=2):
+            model(images())
+    with (
+        pytest.raises(UserWarning, match=r"3 tbbn\.balance blocks"),
+        tbbn.balance(model, current=12, memory=0, past_tasks=2),
+    ):
+        raise AssertionError("the block was entered")
+    assert active.find(model[1]) is None
+
+
 @pytest.fixture
 def three_are_many(monkeypatch):
     monkeypatch.setattr(mistakes, "MANY", 3)
@@ -233,13 +270,13 @@ def test_blocks_are_counted_by_task_and_with_the_rows_of_all_ranks(three_are_man
     block = tbbn.balance(model, **EIGHT)  # no warning of this task any more
     with block:
         model(images())
-    mistakes.entered_block(block.layers, RankLayout(12, 0, 3, counts={None: ((12, 0), (4, 8))}))
+    mistakes.entering_block(block.layers, RankLayout(12, 0, 3, counts={None: ((12, 0), (4, 8))}))
     for _ in range(2):
-        mistakes.entered_block(block.layers, RankLayout(12, 0, 4, counts={None: ((12, 0), (12, 0))}))
+        mistakes.entering_block(block.layers, RankLayout(12, 0, 4, counts={None: ((12, 0), (12, 0))}))
     with pytest.warns(UserWarning, match="3 tbbn.balance blocks with past_tasks=4"):
-        mistakes.entered_block(block.layers, RankLayout(12, 0, 4, counts={None: ((12, 0), (12, 0))}))
+        mistakes.entering_block(block.layers, RankLayout(12, 0, 4, counts={None: ((12, 0), (12, 0))}))
     for _ in range(4):
-        mistakes.entered_block(network()[1:2], RankLayout(12, 0, 4, counts={None: ((12, 0), (0, 12))}))
+        mistakes.entering_block(network()[1:2], RankLayout(12, 0, 4, counts={None: ((12, 0), (0, 12))}))
 
 
 def test_a_block_without_memory_says_that_plain_batch_norm_is_meant():

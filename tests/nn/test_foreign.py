@@ -496,9 +496,9 @@ def test_a_pickle_of_an_own_class_leaves_behind_what_a_forward_has_left(x):
     layer = tbbn.convert(BySuper(4))
     with tbbn.balance(layer, **EIGHT), torch.no_grad():
         layer(x)
-    assert layer._forwards.last and layer._warns
+    assert layer._forwards.last and layer._used
     for twin in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer), copy.copy(layer)):
-        assert type(twin) is type(layer) and not twin._forwards.last and twin._warns is None
+        assert type(twin) is type(layer) and not twin._forwards.last and twin._used is None
 
 
 @pytest.mark.parametrize("cls", [BySuper, ByFunction], ids=lambda c: c.__name__)

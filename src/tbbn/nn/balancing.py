@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tbbn.errors import UserError
 from tbbn.nn.active import Block, enter, leave
 from tbbn.nn.convert import is_norm, needs_no_layout
-from tbbn.nn.mistakes import entered_block
+from tbbn.nn.mistakes import entering_block
 from tbbn.nn.modules import BalancedNorm, PlannedNorm
 from tbbn.nn.plan import make_layout, row_values, whole_number
 from tbbn.nn.sync import Counts, share_counts
@@ -111,10 +111,12 @@ class balance:
         if not self.layers:
             return
         layout = share_counts(self.layout, self.groups, self.rank_counts)
-        # All layers prepare before the block is entered, so that a layer that cannot take the layout raises first.
-        enter(Block(self, layout, {layer: layer.prepare(layout) for layer in self.layers}, self.rows_per_sample))
+        # What may raise comes before the block is entered, because nobody would leave the block after an error here: a layer that
+        # cannot take the layout, and a warning where warnings are errors.
+        prepared = {layer: layer.prepare(layout) for layer in self.layers}
         if not torch.compiler.is_compiling():
-            entered_block(self.layers, layout)
+            entering_block(self.layers, layout)
+        enter(Block(self, layout, prepared, self.rows_per_sample))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

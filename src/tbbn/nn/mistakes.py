@@ -1,12 +1,13 @@
 """Warnings of mistakes that raise no error: a forward outside ``tbbn.balance``, and blocks that never balance anything.
 
-Each comes once, from one layer. Compiled forwards are not watched: counting would be compiled in.
+Each comes once. Compiled forwards are not watched: counting would be compiled in.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tbbn.nn.plan import Layout
@@ -20,22 +21,31 @@ MANY = 1000  # training forwards without a block, or blocks that balance nothing
 _given: set[str] = set()  # the warnings of MANY that this process has given
 
 
+@dataclass(eq=False)
+class Used:
+    """A model that has been inside a block; shared by its layers, any of which may be the one that forwards outside."""
+
+    has_warned: bool = False  # of a forward outside
+
+
 class Watched:
     """What a layer remembers of its training forwards. Copies of a layer start anew."""
 
-    _warns: bool | None = None  # whether to warn of a forward outside. None: never in a block yet. False: has warned
+    _used: Used | None = None  # None: never in a block yet
     _n_outside = 0  # training forwards before the first block
     _one_sided = (0, 0)  # past tasks, and blocks of that task without memory or current rows; -1: one had both
 
 
-def entered_block(layers: Sequence[BalancedNorm], layout: Layout) -> None:
-    """Note that the layers of a model are inside a block with this layout."""
-    first = layers[0]
-    if not first.needs_layout:
+def entering_block(layers: Sequence[BalancedNorm], layout: Layout) -> None:
+    """Note that the layers of a model enter a block with this layout."""
+    first = next((layer for layer in layers if layer.needs_layout), None)
+    if first is None:
         return
-    if first._warns is None:
+    if first._used is None:
+        used = Used()
         for layer in layers:
-            layer._warns = layer is first
+            if layer.needs_layout:
+                layer._used = used
     task, blocks = first._one_sided
     if not layout.past_tasks or first.wants_task_ids or (blocks < 0 and task == layout.past_tasks):
         return
@@ -55,14 +65,16 @@ def entered_block(layers: Sequence[BalancedNorm], layout: Layout) -> None:
 
 def forward_outside(layer: BalancedNorm) -> None:
     """Note a training forward of the layer outside any block."""
-    if layer._warns:
-        layer._warns = False
+    if layer._used is not None:
+        if layer._used.has_warned:
+            return
+        layer._used.has_warned = True
         warnings.warn(
             "A training forward outside tbbn.balance took the statistics of plain batch norm. If that is meant, "
             "use tbbn.balance(model, current=rows, memory=0, past_tasks=0).",
             stacklevel=2,
         )
-    elif layer._warns is None and layer.needs_layout:
+    elif layer.needs_layout:
         vars(layer)["_n_outside"] = layer._n_outside + 1  # five times as fast as through Module.__setattr__
         if layer._n_outside == MANY and _is_first("outside"):
             warnings.warn(
