@@ -17,6 +17,7 @@ from tbbn.options import Option, option, options_of
 from tbbn.plugins import SESSION, load_plugin, origin_of, temporary
 from tbbn.registry import (
     BUILT_IN,
+    LOGGERS,
     METHODS,
     NORMS,
     REGISTRIES,
@@ -110,6 +111,15 @@ def test_anything_else_must_be_a_function() -> None:
         UserError, match=r"^augmentation 'mine' must be a function that returns an augmentation, got 3\.$"
     ):
         register_augmentation("mine")(3)
+
+
+@temporary()
+def test_what_is_called_without_arguments_says_so() -> None:
+    LOGGERS.register("mine", lambda path: None)
+    with pytest.raises(
+        UserError, match=r"logger 'mine' of .*: is called without arguments; its 'path' needs a default"
+    ):
+        LOGGERS.make("mine")
 
 
 def test_a_name_is_taken_once_and_both_sides_are_named(tmp_path: Path) -> None:

@@ -138,9 +138,8 @@ class Registry(Generic[T]):
         for parameter in wanted.values():
             required = parameter.default is parameter.empty and parameter.kind not in _VARIADIC
             if required and parameter.name not in offered:
-                raise UserError(
-                    f"{self.place(name)}: may take {', '.join(offered)}; its {parameter.name!r} needs a default."
-                )
+                takes = f"may take {', '.join(offered)}" if offered else "is called without arguments"
+                raise UserError(f"{self.place(name)}: {takes}; its {parameter.name!r} needs a default.")
         with self.blame(name):
             return value(**{key: given for key, given in offered.items() if key in wanted})
 

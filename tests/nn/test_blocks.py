@@ -230,7 +230,7 @@ def test_blocks_that_never_balance_anything_are_said_once_a_process(three_are_ma
     for _ in range(2):
         with tbbn.balance(model, **wrong):
             model(images())
-    said = r"3 tbbn.balance blocks with past_tasks=4, .*current=0, memory=12\)"
+    said = r"3 tbbn.balance blocks with past_tasks=4, .*current=0, memory=12\).* rows as one batch"
     with pytest.warns(UserWarning, match=said) as seen, tbbn.balance(model, **wrong):
         model(images())
     assert len(seen) == 1 and seen[0].filename == __file__

@@ -1,6 +1,7 @@
 """Swapping the norms of a model and swapping them back."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -449,6 +450,31 @@ def test_a_norm_without_a_constructor_is_refused(monkeypatch, compiled):
     assert "module.py" not in str(caught.value)  # a line of torch's
 
 
+@temporary()
+def test_a_constructor_of_torchs_that_a_norm_inherits_is_told_at_the_norms_class():
+    @register_norm("inherits")
+    class Inherits(nn.GroupNorm):  # whose constructor starts with the number of groups
+        pass
+
+    line = inspect.getsourcelines(Inherits)[1]
+    with pytest.raises(UserError, match=rf"test_convert.py line {line}: must take __init__\(self, num_features\)"):
+        tbbn.convert(nn.BatchNorm2d(4), "inherits")
+
+
+@temporary()
+def test_a_norm_that_does_not_initialise_its_base_is_told_so():
+    @register_norm("hasty")
+    class Hasty(nn.Module):
+        def __init__(self, num_features):
+            self.channels = num_features
+
+        def forward(self, x):
+            return x
+
+    with pytest.raises(UserError, match=r"norm 'hasty' of .* line \d+: __init__ must call super\(\).__init__\(\)\.$"):
+        tbbn.convert(nn.BatchNorm2d(4), "hasty")
+
+
 def test_is_balanced():
     assert is_balanced(tbbn.convert(nn.Sequential(nn.BatchNorm2d(2))))
     assert not is_balanced(nn.Sequential(nn.BatchNorm2d(2)))
@@ -492,3 +518,10 @@ def test_what_is_no_model_is_refused(function, given):
         TypeError, match=f"{function.__name__}: the first argument must be the model, an nn.Module, got"
     ):
         function(given)
+
+
+@pytest.mark.parametrize("function", [tbbn.convert, tbbn.revert, tbbn.balance])
+def test_several_models_in_a_list_are_refused_in_one_line_with_the_remedy(function):
+    models = [nn.Sequential(nn.BatchNorm2d(3)), nn.Sequential(nn.BatchNorm2d(3))]
+    with pytest.raises(TypeError, match=r"^\w+: .*, got a list; .* into one: torch\.nn\.ModuleList\(\[\.\.\.\]\)\.$"):
+        function(models)

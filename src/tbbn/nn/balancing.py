@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tbbn.errors import UserError
 from tbbn.nn.active import Block, enter, leave
-from tbbn.nn.convert import is_norm, needs_no_layout
+from tbbn.nn.convert import check_module, is_norm, needs_no_layout
 from tbbn.nn.mistakes import entering_block
 from tbbn.nn.modules import BalancedNorm, PlannedNorm
 from tbbn.nn.plan import make_layout, row_values, whole_number
@@ -73,8 +73,7 @@ class balance:
         rank_counts: Counts | None = None,
         rows_per_sample: int | Literal["any"] = 1,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"balance: the first argument must be the model, an nn.Module, got {module!r:.60}.")
+        check_module("balance", module)
         self.rows_per_sample = _rows_per_sample(rows_per_sample)
         # Copy: a loader may reuse the tensor. int64 holds every task number.
         ids = None if task_ids is None else row_values("task_ids", task_ids, "integer").to(torch.int64, copy=True)

@@ -73,7 +73,7 @@ def convert(
     >>> type(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]).__name__
     'TaskBalancedBatchNorm2d'
     """
-    _check_module("convert", module)
+    check_module("convert", module)
     options = checked_options(f"norm {norm!r}", NORMS.options(norm), options)
     if sync or process_group is not None:
         options |= _sync_options(norm, process_group)
@@ -98,13 +98,18 @@ def revert(module: nn.Module) -> nn.Module:
         name = old.norm.__name__ if isinstance(old, ForeignNorm) else type(old).__name__
         raise UserError(f"revert: {name} is not batch norm in eval mode and cannot become one.")
 
-    _check_module("revert", module)
+    check_module("revert", module)
     new = _replace(module, plain)[0]
     _mark(new, False)
     return new
 
 
-def _check_module(function: str, module: Any) -> None:
+def check_module(function: str, module: Any) -> None:
+    if isinstance(module, list | tuple) and any(isinstance(each, nn.Module) for each in module):
+        raise TypeError(
+            f"{function}: the first argument must be the model, an nn.Module, got a {type(module).__name__}; "
+            "put several models into one: torch.nn.ModuleList([...])."
+        )
     if not isinstance(module, nn.Module):
         raise TypeError(f"{function}: the first argument must be the model, an nn.Module, got {module!r:.60}.")
 
@@ -217,7 +222,9 @@ def _check_class(norm: str, cls: Any, options: frozenset[str]) -> None:
                 raise TypeError
             got.bind(*called, **{key: None for key in given if key in got.parameters})
         except TypeError:
-            where = NORMS.place(norm, None if missing else function)
+            # Inherited functions are torch's: a plugin's author looks for the class.
+            is_own = not missing and getattr(function, "__module__", None) == cls.__module__
+            where = NORMS.place(norm, function if is_own else None)
             raise UserError(
                 f"{where}: must take {name}{wanted}; any other argument needs a default. "
                 f"Got {'none' if missing else f'{name}{got}'}."
@@ -258,6 +265,8 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     accepted = _accepted(cls)
     channels = old.num_channels if isinstance(old, nn.GroupNorm) else old.num_features
     new = cls(channels, **{k: v for k, v in shared.items() if k in accepted} | options)
+    if "_parameters" not in vars(new):
+        raise UserError(f"{NORMS.place(norm, cls.__init__)}: __init__ must call super().__init__().")
     if not issubclass(cls, _PLAIN):
         new.__dict__["norm_dims"] = _dims(old)
     everything = own is not None or is_made(old) or _other_norm(old) is None

@@ -57,8 +57,8 @@ def entering_block(layers: Sequence[BalancedNorm], layout: Layout) -> None:
     if blocks == MANY and _is_first("one-sided"):
         warnings.warn(
             f"{MANY} tbbn.balance blocks with past_tasks={layout.past_tasks}, none with both current and memory rows (the last: "
-            f"current={layout.current}, memory={layout.memory}): the layers have been plain batch norm. Check the counts, the "
-            "mask or the labels; to train without a memory, use past_tasks=0.",
+            f"current={layout.current}, memory={layout.memory}): the layers have been plain batch norm. Forward current and "
+            "memory rows as one batch; check the counts, the mask or the labels; to train without a memory, use past_tasks=0.",
             stacklevel=3,
         )
 
