@@ -475,6 +475,51 @@ def test_a_norm_that_does_not_initialise_its_base_is_told_so():
         tbbn.convert(nn.BatchNorm2d(4), "hasty")
 
 
+@temporary()
+def test_a_norm_without_batch_norms_attributes_is_replaced_like_any():
+    @register_norm("scale")
+    class Scale(nn.Module):
+        def __init__(self, channels):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+            self.scale = nn.Parameter(torch.ones(channels))
+
+        def forward(self, x):
+            return x * self.scale.view(-1, 1, 1)
+
+    made = tbbn.convert(tbbn.convert(nn.BatchNorm2d(4, eps=0.2), "scale"))
+    assert made.eps == 0.2 and torch.equal(made.weight, torch.ones(4))
+    model = nn.Sequential(Scale(4)).double()
+    with pytest.raises(UserError, match=r"a Scale does not tell its number of channels; set self\.num_features"):
+        tbbn.convert(model)
+    model[0].num_features = 4
+    new = tbbn.convert(copy.deepcopy(model))[0]
+    assert new.eps == 1e-5 and new.weight.dtype == new.running_mean.dtype == torch.float64
+    assert tbbn.convert(copy.deepcopy(model), affine=False)[0].weight is None
+    model[0].weight, model[0].eps = None, 0.1
+    bare = tbbn.convert(model)[0]
+    assert bare.weight is None and bare.eps == 0.1
+
+
+@pytest.mark.parametrize("norm", ["bn", "tbbn"])
+@temporary()
+def test_a_bias_that_a_norm_sets_to_none_is_none_in_the_next(norm):
+    @register_norm("root")  # as in docs/norms.md
+    class Root(nn.Module):
+        def __init__(self, num_features):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(num_features)), None
+
+        def forward(self, x):
+            return x * self.weight.view(-1, 1, 1)
+
+    model = nn.Sequential(Root(2))
+    model[0].num_features, weight = 2, model[0].weight
+    layer = tbbn.convert(model, norm)[0]
+    assert layer.bias is None and layer.weight is weight
+    assert layer(torch.randn(4, 2, 3, 3)).mean().abs() < 1e-6
+
+
 def test_is_balanced():
     assert is_balanced(tbbn.convert(nn.Sequential(nn.BatchNorm2d(2))))
     assert not is_balanced(nn.Sequential(nn.BatchNorm2d(2)))

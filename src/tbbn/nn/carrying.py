@@ -81,8 +81,11 @@ def _merge(
     for name in after.keys() - own:
         if name in before and name not in dropped:
             after[name] = before[name]
-        elif name in _STATE and hasattr(old, name):  # computed by a parametrization or a pruning hook
-            del after[name]
+        elif name in _STATE and hasattr(old, name):
+            if getattr(old, name) is None:  # set by hand, not registered
+                after[name] = None
+            else:  # computed by a parametrization or a pruning hook
+                del after[name]
     if everything:
         after |= {k: v for k, v in before.items() if k not in after and k not in dropped and k not in _STATE}
     return after

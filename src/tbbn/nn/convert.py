@@ -253,17 +253,25 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     if is_synced and cls not in _PLAIN:
         options = _sync_options(norm, old.process_group) | options
     shared = {
-        "eps": old.eps,
         "momentum": getattr(old, "momentum", 0.1),
-        "affine": old.weight is not None,
         "track_running_stats": getattr(old, "track_running_stats", True),
     }
+    if hasattr(old, "eps"):  # a norm of a plugin need have neither of these
+        shared["eps"] = old.eps
+    if hasattr(old, "weight"):
+        shared["affine"] = old.weight is not None
     if getattr(cls, "own_momentum", False):
         del shared["momentum"]
-    tensor = next((t for t in (old.weight, getattr(old, "running_mean", None)) if t is not None), None)
+    tensors = (getattr(old, "weight", None), getattr(old, "running_mean", None), *old.parameters(), *old.buffers())
+    tensor = next((t for t in tensors if t is not None and t.is_floating_point()), None)
     shared |= {"device": getattr(tensor, "device", None), "dtype": getattr(tensor, "dtype", None)}
     accepted = _accepted(cls)
-    channels = old.num_channels if isinstance(old, nn.GroupNorm) else old.num_features
+    channels = old.num_channels if isinstance(old, nn.GroupNorm) else getattr(old, "num_features", None)
+    if channels is None:
+        raise UserError(
+            f"convert: a {type(old).__name__} does not tell its number of channels; set self.num_features in its __init__, or "
+            "convert a new network."
+        )
     new = cls(channels, **{k: v for k, v in shared.items() if k in accepted} | options)
     if "_parameters" not in vars(new):
         raise UserError(f"{NORMS.place(norm, cls.__init__)}: __init__ must call super().__init__().")
@@ -276,7 +284,8 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
 def _asked_otherwise(old: Any, options: dict[str, Any]) -> set[str]:
     """Parameters and buffers that an option gives the new layer, and ``old`` has not, or takes from it."""
     names: set[str] = set()
-    if options.get("affine", old.weight is not None) != (old.weight is not None):
+    has_weight = getattr(old, "weight", None) is not None
+    if options.get("affine", has_weight) != has_weight:
         names |= {"weight", "bias"}
     tracks = getattr(old, "track_running_stats", True)
     if options.get("track_running_stats", tracks) != tracks:
