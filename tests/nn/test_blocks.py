@@ -147,6 +147,7 @@ def test_a_training_forward_outside_warns_once_and_only_after_a_block():
     with pytest.warns(UserWarning, match=OUTSIDE) as seen:
         model.train()(images())
     assert len(seen) == 1  # not one a layer
+    assert seen[0].filename == __file__  # the call of the model, not of a layer in torch's Sequential
     with tbbn.balance(model, **EIGHT):
         model(images())
     model(images())
@@ -211,6 +212,7 @@ def test_a_block_that_was_forgotten_is_said_once_a_process(three_are_many):
     ) as seen:
         model(images())
     assert len(seen) == 1  # not one a layer
+    assert seen[0].filename == __file__
     model(images())
     other = copy.deepcopy(model)
     for _ in range(5):

@@ -5,10 +5,13 @@ Each comes once. Compiled forwards are not watched: counting would be compiled i
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from tbbn.nn.plan import Layout
 from tbbn.nn.sync import RankLayout
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
 MANY = 1000  # training forwards without a block, or blocks that balance nothing, before the warning
 
+_CALL = nn.Module.__call__.__code__.co_filename  # the file of the code that calls a module's forward
 _given: set[str] = set()  # the warnings of MANY that this process has given
 
 
@@ -72,7 +76,7 @@ def forward_outside(layer: BalancedNorm) -> None:
         warnings.warn(
             "A training forward outside tbbn.balance took the statistics of plain batch norm. If that is meant, "
             "use tbbn.balance(model, current=rows, memory=0, past_tasks=0).",
-            stacklevel=2,
+            stacklevel=_level_of_model_call(),
         )
     elif layer.needs_layout:
         vars(layer)["_n_outside"] = layer._n_outside + 1  # five times as fast as through Module.__setattr__
@@ -81,8 +85,18 @@ def forward_outside(layer: BalancedNorm) -> None:
                 f"{MANY} training forwards, none inside tbbn.balance: the layers have been plain batch norm. Put the forward "
                 "inside tbbn.balance(model, current=..., memory=..., past_tasks=...); in the first task use memory=0, "
                 "past_tasks=0.",
-                stacklevel=2,
+                stacklevel=_level_of_model_call(),
             )
+
+
+def _level_of_model_call() -> int:
+    """The ``stacklevel``, for a warning of the function that calls this, of the code that called the model."""
+    frame, level, found = sys._getframe(1), 1, 2
+    while frame is not None:
+        if frame.f_code.co_filename == _CALL:
+            found = level + 1
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    return found
 
 
 def _rows(layout: Layout) -> tuple[int, int]:
