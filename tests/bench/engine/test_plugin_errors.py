@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -147,6 +148,10 @@ PHASES = "def phases(self, context):\n        from tbbn.bench.methods import Pha
          r"predict must return scores \(10, 2\), a column for each class, got \(10,\)"),
         (RETURN, RETURN.replace("output.logits", "output.logits.detach()"), "loss has no term with a gradient"),
         (RETURN, "return {}", "loss has no term with a gradient"),
+        (RETURN, f"kd = 0 if previous is None else previous.logits.sum()\n        {RETURN}",
+         r"loss reads previous\.logits, which needs the line needs_previous = True in the class"),
+        (RETURN, f"kd = previous and sum(x.sum() for x in [0] if previous.features is x)\n        {RETURN}",
+         r"loss reads previous\.features, which needs"),
         (RETURN, RETURN.replace('"ce"', '"total"'), "loss must name its terms with other texts than .*total, .*'total'"),
         (RETURN, f"{RETURN}\n    def __init__(self): ...", "its fields are its options, so it takes no __init__ of its own"),
         ('= field(default=2.0, metadata={"help": "softens the logits"})', "", "its option 'temperature' needs a default"),
@@ -243,6 +248,34 @@ def test_every_method_of_the_package_keeps_the_contract() -> None:
     for name, entry in METHODS.describe().items():
         check_names(name, entry.value)
         check_signatures(name, entry.value())
+
+
+@pytest.mark.parametrize(
+    "flag", ["needs_previous = True", "needs_previous = False", "needs_previous = property(_needs)"]
+)
+def test_a_method_that_says_whether_it_needs_the_previous_network_may_read_it(flag: str, capsys: Capture) -> None:
+    read = f"kd = {{}} if previous is None else {{'kd': previous.logits.mean()}}\n        {RETURN} | kd"
+    write(RETURN, read)
+    text = (
+        Path("mine.py").read_text().replace(f"    {LOSS}", f"    _needs = lambda self: True\n    {flag}\n\n    {LOSS}")
+    )
+    Path("mine.py").write_text(text)
+    assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert ("kd" in load_record(Path(run["directory"])).history[-1]) is ("False" not in flag)
+
+
+def test_a_loss_may_pass_the_previous_output_on(capsys: Capture) -> None:
+    write(
+        RETURN, f"super().loss if previous is not None else None\n        {RETURN} | self.more(batch, output, previous)"
+    )
+    text = (
+        Path("mine.py")
+        .read_text()
+        .replace(f"    {LOSS}", f"    def more(self, *given):\n        return {{}}\n\n    {LOSS}")
+    )
+    Path("mine.py").write_text(text)
+    assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 0
 
 
 def test_an_option_of_a_norm_that_has_no_default_must_be_given(capsys: Capture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
@@ -45,6 +46,7 @@ def check_class(name: str, kind: Any) -> None:
     ):
         raise UserError(f"{where}: its fields are its options, so it takes no __init__ of its own.")
     check_names(name, kind)
+    _check_previous(name, kind)
 
 
 def check_names(name: str, kind: type[Method]) -> None:
@@ -58,6 +60,25 @@ def check_names(name: str, kind: type[Method]) -> None:
         if key not in _PUBLIC and key not in uses and key not in options and near:
             where = METHODS.place(name, value if inspect.isfunction(value) else None)
             raise UserError(f"{where}: nothing uses {key!r}; did you mean {near[0]!r}? Otherwise give it another name.")
+
+
+def _check_previous(name: str, kind: type[Method]) -> None:
+    """Raise for a loss that reads the previous network's output, but never gets it: what it adds would silently be missing.
+
+    A class that sets ``needs_previous`` itself, to whatever value, has thought of it.
+    """
+    if any("needs_previous" in vars(base) for base in kind.__mro__ if base is not Method):
+        return
+    code = getattr(kind.loss, "__code__", None)
+    if not isinstance(code, CodeType) or code.co_argcount < 4:
+        return
+    previous = code.co_varnames[3]  # after self, batch and output
+    attribute = _attribute_read(code, previous)
+    if attribute:
+        raise UserError(
+            f"{METHODS.place(name, kind.loss)}: loss reads {previous}.{attribute}, which needs the line "
+            "needs_previous = True in the class; without it there is never a previous network."
+        )
 
 
 def check_signatures(name: str, method: Method) -> None:
@@ -128,3 +149,16 @@ def _texts(code: CodeType) -> Iterable[str]:
             yield from _texts(value)
         elif isinstance(value, str):
             yield value
+
+
+def _attribute_read(code: CodeType, variable: str) -> str | None:
+    """The first attribute of a variable that a function reads, in itself or in a function inside it."""
+    loaded = None
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and loaded == variable:
+            return str(step.argval)
+        # Python 3.13 loads two variables in one step.
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        loaded = names[-1] if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
+    inner = (_attribute_read(value, variable) for value in code.co_consts if isinstance(value, CodeType))
+    return next(filter(None, inner), None)
