@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tbbn.errors import UserError
 from tbbn.nn import comparison
@@ -20,6 +20,7 @@ from tbbn.nn.selection import Skip, skipped_modules, warn_of_unchanged
 from tbbn.options import checked_options, keyword_arguments, options_of
 from tbbn.registry import BUILT_IN, NORMS, Entry
 
+_TAKEN = ("weight", "bias", "running_mean", "running_var")  # what a layer takes from the one it replaces
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _BALANCED = (layers.TaskBalancedBatchNorm1d, layers.TaskBalancedBatchNorm2d, layers.TaskBalancedBatchNorm3d)
 _WEIGHTED = (layers.WeightedBatchNorm1d, layers.WeightedBatchNorm2d, layers.WeightedBatchNorm3d)
@@ -275,10 +276,24 @@ def _make(norm: str, old: nn.Module, options: dict[str, Any]) -> nn.Module:
     new = cls(channels, **{k: v for k, v in shared.items() if k in accepted} | options)
     if "_parameters" not in vars(new):
         raise UserError(f"{NORMS.place(norm, cls.__init__)}: __init__ must call super().__init__().")
+    kept = _asked_otherwise(old, options)
+    if NORMS.entry(norm).origin != BUILT_IN:
+        _check_shapes(norm, old, new, kept)
     if not issubclass(cls, _PLAIN):
         new.__dict__["norm_dims"] = _dims(old)
     everything = own is not None or is_made(old) or _other_norm(old) is None
-    return carry(old, new, target, everything, own=_asked_otherwise(old, options))
+    return carry(old, new, target, everything, own=kept)
+
+
+def _check_shapes(norm: str, old: nn.Module, new: nn.Module, kept: Container[str]) -> None:
+    """Refuse a plugin's layer whose parameters have not the shape of those it takes: its forward expects its own."""
+    for name in _TAKEN:
+        its, taken = getattr(new, name, None), getattr(old, name, None)
+        if isinstance(its, Tensor) and isinstance(taken, Tensor) and name not in kept and its.shape != taken.shape:
+            raise UserError(
+                f"{NORMS.place(norm)}: its {name} has shape {tuple(its.shape)}, but the replaced layer's, which it takes, has "
+                f"{tuple(taken.shape)}: use that shape, and {name}.view(...) in forward, or another name."
+            )
 
 
 def _asked_otherwise(old: Any, options: dict[str, Any]) -> set[str]:

@@ -127,6 +127,7 @@ LOSS = "def loss(self, batch, output, previous):"
 RETURN = 'return {"ce": nn.functional.cross_entropy(output.logits / self.temperature, batch.labels)}'
 FORWARD = "return x * scale * self.weight.view(-1, 1, 1) + self.bias.view(-1, 1, 1)"
 INIT = "def __init__(self, num_features, eps=1e-5, affine=True, device=None, dtype=None, *, power: float = 0.5):"
+BIAS = "self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))"
 PHASES = "def phases(self, context):\n        from tbbn.bench.methods import Phase\n        return {}\n    " + LOSS
 
 
@@ -173,6 +174,8 @@ def test_a_method_that_breaks_the_contract_is_told_what_is_expected(
         (INIT, "def __init__(self, *, power=0.4, num_features=8, eps=1):", r"must take __init__\(self, num_features\)"),
         ("class RootMeanSquare(nn.Module)", "class RootMeanSquare", "must be derived from torch.nn.Module, got RootMeanSquare"),
         (FORWARD, "return x.mean(0)", r"forward must return a tensor \(2, 8, 8, 8\), as it got, not \(8, 8, 8\)"),
+        (BIAS, BIAS.replace("num_features,", "1, num_features, 1, 1,"),
+         r"its bias has shape \(1, 8, 1, 1\), but the replaced layer's, which it takes, has \(8,\): use "),
         (FORWARD, "pass", r"forward must return a tensor \(2, 8, 8, 8\), as it got, not NoneType"),
     ],
 )  # fmt: skip
