@@ -71,6 +71,10 @@ def test_an_augmentation_is_tried_before_it_is_used(old: str, new: str, wanted: 
     ("old", "new", "wanted"),
     [
         ("    side = int(argument)", "    side = int(argument) / 0", f"dataset 'stripes' {MINE}: ZeroDivisionError: div"),
+        ("return part(12, 0), part(5, 1)", "part(12, 0), part(5, 1)",
+         rf"dataset 'stripes' {MINE}: must be \(images, labels\), .* got No"),
+        ("return (noise + waves[:, None, None, :]).to(torch.uint8), labels", "return noise.long() + 256, labels",
+         rf"dataset 'stripes' {MINE}, train: images must be uint8, or floats in \[0, 1\], got torch.int64 from 256 to "),
         (TINY, TINY.replace("return", "return wrong or"), f"backbone 'tiny' {MINE}: NameError: name 'wrong'"),
         ("nn.Conv2d(in_channels, 8", "nn.Conv2d(4, 8", f"backbone 'tiny' {MINE}: cannot take an image of 3x8x8: .*4 channels"),
         ("nn.Flatten()", "nn.Unflatten(0, (1, 1)), nn.Flatten()", f"backbone 'tiny' {MINE}: RuntimeError: unflatten"),

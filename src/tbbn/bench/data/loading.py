@@ -13,7 +13,7 @@ from tbbn.bench.data.sources import arrays, bundled, folders, official, packed
 from tbbn.bench.data.sources.contents import Stats, make_source
 from tbbn.bench.data.types import UNREADABLE, Part, Progress, Source
 from tbbn.errors import UserError, unknown_name
-from tbbn.registry import DATASETS
+from tbbn.registry import BUILT_IN, DATASETS
 
 _DISSIMILAR = ("mnist", "fashion-mnist", "svhn", "cifar10", "stl10")
 _SEQUENCE_STATS: Stats = ((0.5, 0.5, 0.5), (1.0, 1.0, 1.0))  # those of the paper's code for its five data sets
@@ -84,7 +84,9 @@ def _load_one(name: str, arguments: dict[str, Any]) -> Source:
     result = DATASETS.make(base, name=name, **arguments, **({"argument": argument} if colon else {}))
     if isinstance(result, Source):
         return result
-    contents, stats = arrays.read_arrays(name, result)
+    # What a plugin returns wrongly is reported with its file and line.
+    shown = name if DATASETS.entry(base).origin == BUILT_IN else DATASETS.place(base)
+    contents, stats = arrays.read_arrays(shown, result)
     return make_source(name, contents, stats, arguments["size"])
 
 
