@@ -122,6 +122,15 @@ def test_last_short_batch_is_balanced(past):
         torch.testing.assert_close(y, wanted, rtol=1e-9, atol=1e-9)
 
 
+def test_a_model_that_was_reverted_is_an_error_that_says_so_and_a_reverted_copy_is_none():
+    model = tbbn.convert(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    assert type(tbbn.revert(copy.deepcopy(model))[1]) is nn.BatchNorm2d
+    tbbn.balance(model, **EIGHT)
+    tbbn.revert(model)
+    with pytest.raises(UserError, match=r"tbbn.revert\(model\) undoes it in place: to train on, revert a copy"):
+        tbbn.balance(model, **EIGHT)
+
+
 def test_a_model_without_a_balanced_layer_is_an_error_with_the_remedy():
     with pytest.raises(
         UserError, match=r"balance: Sequential has no task-balanced layer; call tbbn.convert\(model\) once"

@@ -177,7 +177,10 @@ def _nothing_to_balance(module: nn.Module) -> UserError:
             f"balance: {name} has no task-balanced layer; convert_sync_batchnorm replaces them by SyncBatchNorm: "
             "call tbbn.convert(model, sync=True) instead of it, or after it."
         )
-    return UserError(f"balance: {name} has no task-balanced layer; call tbbn.convert(model) once, before training.")
+    return UserError(
+        f"balance: {name} has no task-balanced layer; call tbbn.convert(model) once, before training. "
+        "tbbn.revert(model) undoes it in place: to train on, revert a copy."
+    )
 
 
 def balanced_layers(module: nn.Module) -> Iterator[BalancedNorm]:

@@ -87,10 +87,10 @@ def convert(
 
 
 def revert(module: nn.Module) -> nn.Module:
-    """Replace the layers made by :func:`convert` by plain batch norm: to deploy, to export, to share.
+    """Replace the layers made by :func:`convert` by plain batch norm, in place: to deploy, to export, to share.
 
-    A layer that had a class of its own gets it back. Outputs in eval mode stay the same. Raises for a norm that is not batch norm
-    in eval mode.
+    To train on with the model, revert a copy: ``revert(copy.deepcopy(model))``. A layer that had a class of its own gets it back.
+    Outputs in eval mode and the ``state_dict`` stay the same. Raises for a norm that is not batch norm in eval mode.
     """
 
     def plain(old: nn.Module) -> nn.Module:

@@ -144,7 +144,8 @@ def test_a_file_does_the_same(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     with temporary(fresh=True):
         error = mistake(capsys, "resume", "runs/filed", "--plugin", "moved.py")
         assert (
-            "runs/filed: the plugin mine.py has changed since this run began; use --name, --out or --overwrite" in error
+            "runs/filed: the plugin mine.py has changed since this run began; to resume it, restore the file; to train anew, "
+            "use tbbn run with --name, --out or --overwrite." in error
         )
     moved.write_text(CODE)
     with temporary(fresh=True):

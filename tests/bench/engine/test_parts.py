@@ -227,7 +227,7 @@ def test_a_plugin_has_changed_if_both_files_are_known_and_differ(
     used(monkeypatch, entry(now, ["norm odd"]))
     for brings, changed in ((["norm odd"], has_changed), (["method other", "norm odd"], has_changed), (["x y"], False)):
         if changed:
-            with pytest.raises(UserError, match=r"^here: the plugin mine has changed since this run began; use --name"):
+            with pytest.raises(UserError, match=r"^here: the plugin mine has changed since this run began; to resume"):
                 plugins.check_unchanged(tiny(), [entry(recorded, brings)], "here")
         else:
             plugins.check_unchanged(tiny(), [entry(recorded, brings)], "here")

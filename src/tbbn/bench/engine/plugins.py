@@ -75,7 +75,8 @@ def check_unchanged(config: RunConfig, recorded: Sequence[Mapping[str, Any]], wh
         here = [now.get(text) for text in plugin["brings"] if now.get(text)]
         if plugin.get("file_sha256") and here and here[0] != plugin["file_sha256"]:
             raise UserError(
-                f"{where}: the plugin {plugin['name']} has changed since this run began; use --name, --out or --overwrite."
+                f"{where}: the plugin {plugin['name']} has changed since this run began; to resume it, restore the file; to "
+                "train anew, use tbbn run with --name, --out or --overwrite."
             )
 
 
