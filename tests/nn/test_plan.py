@@ -176,6 +176,11 @@ def test_wrong_options_are_one_clear_line(options, message):
         ((48, 16, None, -1, None), UserError, "past_tasks must not be negative, got -1"),
         ((48.0, 16, None, 2, None), TypeError, "current must be a whole number, got 48.0"),
         ((None, None, torch.ones(64), 2, None), TypeError, r"1-d with one bool per row, got torch.float32 \(64,\)"),
+        (
+            (None, None, [0, 1], 2, None),
+            TypeError,
+            r"got torch.int64 \(2,\); if these are 0 and 1 for each row: .bool\(\)",
+        ),
         ((None, None, torch.ones(8, 8, dtype=torch.bool), 2, None), TypeError, r"got torch.bool \(8, 8\)"),
         ((None, None, ["a", "b"], 2, None), TypeError, r"one bool per row, got \['a', 'b'\]"),
         ((48, 16, None, 2, None, "even"), UserError, "split rule"),

@@ -180,7 +180,11 @@ def row_values(name: str, value: Any, kind: str) -> Tensor:
     is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if tensor.dim() != 1 or not (tensor.dtype == torch.bool if kind == "bool" else is_whole):
         got = f"{tensor.dtype} {tuple(tensor.shape)}"
-        raise TypeError(f"balance: {name} must be 1-d with one {kind} per row, got {got}.")
+        # A DataLoader's default collate makes int64 of Python's 0 and 1.
+        remedy = (
+            "; if these are 0 and 1 for each row: .bool()" if kind == "bool" and tensor.dim() == 1 and is_whole else ""
+        )
+        raise TypeError(f"balance: {name} must be 1-d with one {kind} per row, got {got}{remedy}.")
     return tensor
 
 
