@@ -1,17 +1,29 @@
 #!/bin/sh
-# Usage: second.sh SECONDS TABLE OPTIONS. Unpacks the data, starts `tbbn reproduce TABLE OPTIONS` in bf16, and waits for it.
+# Usage: second.sh SECONDS [reproduce] TABLE OPTIONS, or: second.sh SECONDS sweep OPTIONS. Unpacks the data, starts that command of
+# tbbn in bf16 (or in the --precision given), and waits for it. Called again, it starts another command beside the first.
 # The runs' folder is the working directory, so that the settings name the default folder of data.
 set -eu
 away=${AWAY:-/tmp/away}
 seconds=$1
 shift
 started=$(date +%s)
-cp -r local/away/part1 "$away/parts/"
+if [ ! -d "$away/parts/part0" ]; then
+    echo "$away has no first part of the data: this is another machine than first.sh's. Start again with call 1."
+    exit 1
+fi
+case $1 in
+    reproduce | sweep) command=$1 && shift ;;
+    *) command=reproduce ;;
+esac
 test ! -d local/away/runs || cp -r local/away/runs "$away/work/"
+test ! -d local/away/part1 || cp -r local/away/part1 "$away/parts/"
 cd "$away/work"
-python "$away/pkgs/montage.py" cifar "$away/parts" data
+if [ ! -e data/cifar-100-python/meta ]; then # written last
+    python "$away/pkgs/montage.py" cifar "$away/parts" data
+fi
 while kill -0 "$(cat "$away/warm.pid")" 2>/dev/null && [ $(($(date +%s) - started)) -lt 120 ]; do sleep 1; done
 tail -n 3 "$away/warm.log"
-PYTHONPATH=$away/src:$away/pkgs setsid python -m tbbn.bench.cli.main reproduce "$@" --precision bf16 --out runs > "$away/log" 2>&1 &
-echo $! > "$away/pid"
+echo "tbbn $command $*" >> "$away/log"
+PYTHONPATH=$away/src:$away/pkgs setsid python -m tbbn.bench.cli.main "$command" --precision bf16 --out runs "$@" >> "$away/log" 2>&1 &
+echo $! >> "$away/pids"
 exec sh "$away/tools/away/wait.sh" $((seconds - ($(date +%s) - started)))
