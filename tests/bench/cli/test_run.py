@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,15 @@ def test_a_picture_that_cannot_be_written_is_not_a_failure(tmp_path: Path, capsy
     said = capsys.readouterr()
     assert said.err == f"no figure: {picture}: Is a directory.\n" and "ft + bn" in said.out
     assert not [name for name in files(tmp_path / "x") if name.startswith(".accuracy")]
+
+
+def test_a_matplotlib_that_does_not_load_is_not_a_failure(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["run", *TINY, "--out", str(tmp_path), "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("no figure: ") and "ft + bn" in said.out
 
 
 def test_several_norms_and_seeds_give_one_table_and_one_picture(runs: Path) -> None:

@@ -261,7 +261,7 @@ def _print_results(runs: list[PendingRun], records: list[Record], folder: Path, 
 
     try:  # first, because the reader of the results may stop reading after a line
         drawn = printable(f"accuracy curves: {save_figure(figure(records), folder / 'accuracy.png')}")
-    except (UserError, OSError) as error:  # the runs are done, so a missing picture is not a failure
+    except (UserError, OSError, ImportError) as error:  # the runs are done, so a missing picture is not a failure
         reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
         drawn = ""
         print(printable(f"no figure: {reason}"), file=sys.stderr)
