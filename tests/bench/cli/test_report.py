@@ -107,6 +107,18 @@ def test_a_page_of_runs_of_the_paper_has_its_tables_beside_them(tmp_path: Path) 
     assert row[:4] == ["eeil + cn", "1", "39.98", f"{100 * load_record(run).metrics['final_accuracy']:.1f}"]
 
 
+def test_files_among_the_folders_are_left_out_with_a_note(runs: Path, capsys: Capture) -> None:
+    picture = runs.parent / "fig-toy.png"  # tbbn reproduce fig-toy writes it there
+    picture.write_bytes(b"")
+    try:
+        assert main(["report", str(picture), str(runs)]) == 0
+        said = capsys.readouterr()
+        assert said.err == f"not folders of runs, left out: {picture}\n" and "ft + " in said.out
+        assert "no run here" in mistake(capsys, "report", str(picture))
+    finally:
+        picture.unlink()
+
+
 def test_folders_keep_the_order_in_which_they_are_first_named(
     runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

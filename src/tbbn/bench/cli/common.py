@@ -54,7 +54,15 @@ def add_data_root(command: argparse.ArgumentParser) -> None:
 
 
 def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]:
-    """The folders of all runs below the given ones, without duplicates: those with a record, and those in ``others``."""
+    """The folders of all runs below the given ones, without duplicates: those with a record, and those in ``others``.
+
+    Files among folders are left out with a note: ``runs/*`` also names the figures there.
+    """
+    files = [text for text in given if Path(text).is_file()]
+    if 0 < len(files) < len(given):
+        named = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
+        print(printable(f"not folders of runs, left out: {named}"), file=sys.stderr)
+        given = [text for text in given if text not in files]
     folders: list[Path] = []
     for text in given:
         if Path(text).is_dir():
