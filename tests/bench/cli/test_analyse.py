@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from commandline import TINY, Capture, mistake
 
+from tbbn.bench.cli.common import in_turn
 from tbbn.bench.cli.main import main
 
 
@@ -154,3 +155,11 @@ def test_the_oracle_figure_is_made_from_two_runs(
     assert all(Path(line.split("figure: ")[1]).stat().st_size > 1000 for line in err.splitlines() if "figure: " in line)
     assert main((*words, "--from", "runs")) == 0 and capsys.readouterr().out == out
     assert "not for 'digits'." in mistake(capsys, "reproduce", "fig-oracle", "--data", "digits")
+
+
+def test_commands_that_take_long_say_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    now = iter([0, 1, 12, 12, 13, 25, 25])
+    monkeypatch.setattr("tbbn.bench.cli.common.time.monotonic", lambda: next(now))
+    folders = [Path(f"runs/{number}") for number in range(4)]
+    assert list(in_turn(folders, "drift")) == folders
+    assert capsys.readouterr().err == "drift: 2/4, runs/1\ndrift: 4/4, runs/3\n"

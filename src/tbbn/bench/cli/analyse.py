@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tbbn.bench.cli.common import Command, add_data_root, may_refuse, refuse, run_folders
+from tbbn.bench.cli.common import Command, add_data_root, in_turn, may_refuse, refuse, run_folders
 from tbbn.errors import UserError, printable, unknown_name
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _drift(args: argparse.Namespace) -> int:
     if args.images < 0:
         raise UserError(f"--images must not be negative, got {args.images}.")
     task = None if args.task is None else args.task - 1
-    found = [drift(run_after(folder, task, args.root), args.images, args.view) for folder in folders]
+    found = [drift(run_after(folder, task, args.root), args.images, args.view) for folder in in_turn(folders, "drift")]
     if len({tuple(layer.layer for layer in layers) for layers in found}) > 1:
         raise UserError("drift: these runs have different layers; compare runs of the same backbone.")
     labels = _labels(folders)
@@ -143,7 +143,7 @@ def _slots(args: argparse.Namespace) -> int:
         raise UserError(f"--batches must be at least 1, got {args.batches}.")
     folders = run_folders(args.runs)
     task = None if args.task is None else args.task - 1
-    found = [slots(run_after(folder, task, args.root), args.batches) for folder in folders]
+    found = [slots(run_after(folder, task, args.root), args.batches) for folder in in_turn(folders, "slots")]
     if args.json:
         print(json.dumps([{"directory": str(f), **asdict(s)} for f, s in zip(folders, found, strict=True)], indent=1))
     else:

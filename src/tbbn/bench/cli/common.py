@@ -6,7 +6,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,6 +79,19 @@ def run_folders(given: Sequence[str], others: Sequence[Path] = ()) -> list[Path]
     for folder in folders:
         each.setdefault(folder.resolve(), folder)
     return list(each.values())
+
+
+_EVERY = 10  # seconds between two lines on progress
+
+
+def in_turn(folders: Sequence[Path], command: str) -> Iterator[Path]:
+    """Each folder in turn. From ten seconds on, a line on standard error every ten seconds names the folder that is next."""
+    said = time.monotonic()
+    for number, folder in enumerate(folders, 1):
+        if time.monotonic() >= said + _EVERY:
+            print(printable(f"{command}: {number}/{len(folders)}, {folder}"), file=sys.stderr, flush=True)
+            said = time.monotonic()
+        yield folder
 
 
 def may_refuse(command: argparse.ArgumentParser, *names: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tbbn.bench.cli.common import EXIT_FAILED, Command, add_data_root, run_folders
+from tbbn.bench.cli.common import EXIT_FAILED, Command, add_data_root, in_turn, run_folders
 from tbbn.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ def _verify(args: argparse.Namespace) -> int:
     if args.from_start and args.retrain_task is None:
         raise UserError("--from-start needs --retrain-task N.")
     evaluate = not args.no_evaluation
-    found = {folder: verify(folder, evaluate=evaluate, root=args.root) for folder in run_folders(args.runs)}
+    folders = in_turn(run_folders(args.runs), "verify")
+    found = {folder: verify(folder, evaluate=evaluate, root=args.root) for folder in folders}
     if args.retrain_task is not None:
         for folder, findings in found.items():
             if not any(finding.problem for finding in findings):  # there is nothing to compare with a damaged record
