@@ -11,6 +11,7 @@ from typing import Any
 from tbbn.bench.config import resolve
 from tbbn.bench.engine.record import new_record
 from tbbn.bench.metrics import ERROR_TYPES
+from tbbn.bench.report.groups import groups, stamp
 from tbbn.bench.report.interval import half_width
 from tbbn.bench.report.tables import Table
 from tbbn.bench.runs.record import load_record
@@ -32,7 +33,14 @@ LAST_TASK_DISTILLED = "results/cifar100-ssil-quirk/ssil-bn-0"  # SS-IL with the 
 
 @cache
 def records_in(source: str) -> list[Any]:
-    return [load_record(file.parent) for file in sorted((ROOT / source).glob("*/record.json"))]
+    """The records in a folder. All numbers are means over its runs by method and norm, so nothing else may differ in them."""
+    records = [load_record(file.parent) for file in sorted((ROOT / source).glob("*/record.json"))]
+    found = groups(records)
+    for group in found:
+        same = next(other for other in found if other.method == group.method)
+        assert group.apart_from_norm == same.apart_from_norm, f"{source}: {group.label} and {same.label} are mixed"
+    assert not stamp(group.config for group in found), f"{source}: {stamp(group.config for group in found)}"
+    return records
 
 
 def metrics(record: Any) -> dict[str, float]:

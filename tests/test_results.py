@@ -1,0 +1,42 @@
+"""``tools/results_numbers.py``: what it refuses to average."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import record
+
+TOOLS = Path(__file__).parents[1] / "tools"
+HALF = [[0.5], [0.5, 0.5]]
+
+
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: Any) -> list[Any]:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import results_numbers
+
+    for number in range(len(runs)):
+        (tmp_path / f"runs/{number}").mkdir(parents=True)
+        (tmp_path / f"runs/{number}/record.json").touch()
+    monkeypatch.setattr(results_numbers, "ROOT", tmp_path)
+    monkeypatch.setattr(results_numbers, "load_record", lambda folder: runs[int(folder.name)])
+    records: list[Any] = results_numbers.records_in.__wrapped__("runs")
+    return records
+
+
+def test_runs_of_a_folder_may_differ_in_method_norm_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [record(HALF, norm__name="bn", seed=seed) for seed in (0, 1)]
+    runs += [record(HALF, norm__name="tbbn"), record(HALF, method__name="lucir", train__keep="last")]
+    assert len(read(tmp_path, monkeypatch, *runs)) == 4
+
+
+def test_runs_with_other_settings_are_not_pooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [record(HALF), record(HALF, seed=1, backbone="resnet20")]
+    with pytest.raises(AssertionError, match=r"^runs: ft \+ bn \[backbone=resnet20\] and ft \+ bn .* are mixed"):
+        read(tmp_path, monkeypatch, *runs)
+
+
+def test_runs_of_a_part_of_the_epochs_are_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match=r"^runs: SCALE 0\.5"):
+        read(tmp_path, monkeypatch, record(HALF, train__scale=0.5))
