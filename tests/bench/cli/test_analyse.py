@@ -163,3 +163,20 @@ def test_commands_that_take_long_say_where_they_are(monkeypatch: pytest.MonkeyPa
     folders = [Path(f"runs/{number}") for number in range(4)]
     assert list(in_turn(folders, "drift")) == folders
     assert capsys.readouterr().err == "drift: 2/4, runs/1\ndrift: 4/4, runs/3\n"
+
+
+def test_analyses_of_a_part_of_the_training_say_so(tmp_path: Path, capsys: Capture) -> None:
+    part = [*TINY, "--train.epochs", "2", "--train.scale", "0.5", "--data.tasks", "3", "--data.stop_after", "2"]
+    assert main(["run", *part, "--out", str(tmp_path), "--name", "x", "--quiet"]) == 0
+    mark = "SCALE 0.5: a fraction of the epochs. STOPPED: after 2 of 3 tasks."
+    for command in (["epochs", "--from"], ["drift"], ["slots"]):
+        capsys.readouterr()
+        assert main([*command, str(tmp_path / "x")]) == 0
+        assert mark in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "x")]) == 0
+    assert capsys.readouterr().out.startswith("SCALE 0.5: a fraction of the epochs. ft + bn")
+    assert main(["epochs", *part, "--data.validation", "0.2", "--norm", "bn", "--quiet"]) == 0
+    assert mark in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "x"), "--files", str(tmp_path / "files")]) == 0
+    assert (tmp_path / "files/results.csv").read_text().splitlines()[1].startswith(mark)
+    assert (tmp_path / "files/settings.csv").read_text().startswith("setting")

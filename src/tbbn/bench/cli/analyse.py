@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from tbbn.errors import UserError, printable, unknown_name
 if TYPE_CHECKING:
     from tbbn.bench.analysis.epochs import EpochScore
     from tbbn.bench.config import RunConfig
+    from tbbn.bench.report.table import Table
 
 
 _TRAINED = ("recipe", "norm", "method", "data", "seeds")  # options that say which runs to train
@@ -124,8 +125,22 @@ def _drift(args: argparse.Namespace) -> int:
         entries = [{"directory": str(f), "layers": list(map(asdict, d))} for f, d in zip(folders, found, strict=True)]
         print(json.dumps(entries, indent=1))
     else:
-        print(drift_table(labels, found).render(args.format))
+        _print(drift_table(labels, found), _configs_of(folders), args.format)
     return _say(picture)
+
+
+def _print(table: Table, configs: Iterable[RunConfig], form: str) -> None:
+    """Print a table; its first note says if runs trained only part of their epochs or tasks."""
+    from tbbn.bench.report.groups import stamp
+
+    mark = stamp(configs).strip()
+    print((replace(table, notes=(mark, *table.notes)) if mark else table).render(form))
+
+
+def _configs_of(folders: Iterable[Path]) -> list[RunConfig]:
+    from tbbn.bench.runs.record import load_record
+
+    return [load_record(folder).run_config for folder in folders]
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
@@ -147,7 +162,7 @@ def _slots(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([{"directory": str(f), **asdict(s)} for f, s in zip(folders, found, strict=True)], indent=1))
     else:
-        print(slots_table(_labels(folders), found).render(args.format))
+        _print(slots_table(_labels(folders), found), _configs_of(folders), args.format)
     return 0
 
 
@@ -164,7 +179,10 @@ def _epochs(args: argparse.Namespace) -> int:
             raise UserError("--plot draws the score of every epoch, which saved runs do not have; leave --from out.")
         refuse(args, _TRAINED, "--from shows runs as they are and trains nothing", settings=True)
         kept = {str(folder): load_record(folder) for folder in run_folders(args.records)}
-        print(json.dumps(kept_json(kept), indent=1) if args.json else kept_table(kept).render(args.format))
+        if args.json:
+            print(json.dumps(kept_json(kept), indent=1))
+        else:
+            _print(kept_table(kept), [record.run_config for record in kept.values()], args.format)
         return 0
     runs = [PendingRun(config, Path(f"{config.label}-{config.seed}")) for config in _configs(args)]
     scores: dict[str, list[list[EpochScore]]] = {}
@@ -176,7 +194,10 @@ def _epochs(args: argparse.Namespace) -> int:
             scores.setdefault(run.config.label, []).append(found)
             entries.append({"run": run.config.label, "seed": run.config.seed, "epochs": list(map(asdict, found))})
     picture = epochs_figure(scores, args.plot) if args.plot else None
-    print(json.dumps(entries, indent=1) if args.json else rules_table(scores).render(args.format))
+    if args.json:
+        print(json.dumps(entries, indent=1))
+    else:
+        _print(rules_table(scores), [run.config for run in runs], args.format)
     return _say(picture)
 
 

@@ -56,7 +56,8 @@ def _show(args: argparse.Namespace) -> int:
     config = record.run_config
     n_tasks, n_learnt = config.data.tasks, len(record.accuracy)
     part = f" after {n_learnt} of {n_tasks} tasks" if n_learnt < n_tasks else ""
-    line = f"{config.label}, {config.data.name}, seed {config.seed}: {record.status}{part}"
+    scaled = f"SCALE {config.train.scale:g}: a fraction of the epochs. " if config.train.scale != 1 else ""
+    line = f"{scaled}{config.label}, {config.data.name}, seed {config.seed}: {record.status}{part}"
     line += f": {record.message}" if record.message else ""
     print(printable(line))
     for plugin in describe_plugins(record.plugins):

@@ -157,6 +157,14 @@ def write_files(shown: Page, folder: Path) -> list[Path]:
             name = f"{section.name}-{i + 1}" if i else section.name
             for suffix in ("tex", "csv"):
                 folder.mkdir(parents=True, exist_ok=True)
-                write_atomic(folder / f"{name}.{suffix}", (table.render(suffix) + "\n").encode())
+                stamped = suffix == "csv" and shown.stamp and table.caption.startswith(shown.stamp)
+                own = _with_column(table, shown.stamp.strip()) if stamped else table
+                write_atomic(folder / f"{name}.{suffix}", (own.render(suffix) + "\n").encode())
                 written.append(folder / f"{name}.{suffix}")
     return written
+
+
+def _with_column(table: Table, mark: str) -> Table:
+    """The table with the stamp in every row: CSV has no caption that could carry it."""
+    rows = tuple((mark, *row) for row in table.rows)
+    return replace(table, header=("runs", *table.header), rows=rows, align="l" + table.align)
