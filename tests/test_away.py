@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.skipif(not all(map(shutil.which, ("setsid", "git"))), reason="the scripts are for Linux")
 SCRIPTS = Path(__file__).parents[1] / "tools" / "away"
 # Notes its arguments; a run of tbbn lasts until the test ends it.
 STUB = """#!/bin/sh
