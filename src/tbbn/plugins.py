@@ -181,7 +181,7 @@ def line_of(value: Any, at: Any = None) -> str:
     value = value if at is None else at
     try:
         file, line = inspect.getsourcefile(value), inspect.getsourcelines(value)[1]
-    except (OSError, TypeError):
+    except Exception:  # the file may be gone, or no valid Python while somebody edits it
         return ""
     return f"{Path(file).name} line {line}" if file else ""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commandline import Capture, mistake
 from plugin import CODE, WORDS
 
@@ -20,7 +21,7 @@ from tbbn.bench.methods import Method
 from tbbn.bench.methods.contract import check_names, check_signatures
 from tbbn.bench.runs.record import load_record
 from tbbn.errors import UserError
-from tbbn.plugins import temporary
+from tbbn.plugins import load_plugin, temporary
 from tbbn.registry import METHODS, register_method
 
 DRAW = "return 0.5 + 0.5 * torch.rand(n, 1, generator=generator)"
@@ -243,6 +244,42 @@ def test_a_helper_may_be_used_by_a_function_of_the_module(capsys: Capture) -> No
     assert "nothing uses 'losses'" in mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
     Path("mine.py").write_text(Path("mine.py").read_text() + "\n\ndef helped(method): method.losses()\n")
     assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 0
+
+
+def test_a_helper_may_be_used_by_a_class_of_the_module(capsys: Capture) -> None:
+    write(f"    {LOSS}", f"    def losses(self): ...\n    {LOSS}")
+    text = Path("mine.py").read_text()
+    mixin = "\n\nclass Helper:\n    def helped(self, method): method.losses()\n"
+    Path("mine.py").write_text(text + mixin)
+    assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 0
+
+
+def test_a_helper_may_be_used_by_a_base_from_elsewhere() -> None:
+    used = {"helped": lambda self: self.losses(), "__module__": "elsewhere"}
+    own = {"losses": lambda self: {}, "__module__": "here"}
+    with temporary():
+        for bases in ((Method,), (type("Mixin", (), used), Method)):
+            kind = register_method(f"mixed{len(bases)}")(dataclass(frozen=True)(type("Own", bases, own)))
+            with nullcontext() if bases[1:] else pytest.raises(UserError, match="nothing uses 'losses'"):
+                check_names(f"mixed{len(bases)}", kind)
+
+
+def test_a_function_in_c_cannot_be_compared_with_the_contract() -> None:
+    """It does not tell its arguments."""
+    with temporary():
+        own = {"predict": staticmethod(torch.relu), "__module__": "elsewhere"}
+        kind = register_method("c")(dataclass(frozen=True)(type("Own", (Method,), own)))
+        check_signatures("c", kind())
+
+
+@pytest.mark.parametrize("text", ["class Tempered(:", "x = (", ""])
+def test_a_file_that_is_edited_meanwhile_costs_the_line_only(text: str) -> None:
+    """The error to be reported is another one, and the run may have trained for hours."""
+    Path("mine.py").write_text(CODE)
+    load_plugin("mine.py")
+    assert re.fullmatch(f"method 'tempered' {MINE}", METHODS.place("tempered"))
+    Path("mine.py").write_text(text)
+    assert re.fullmatch(r"method 'tempered' of mine\.py \w{12}", METHODS.place("tempered"))
 
 
 def test_a_plugin_that_cannot_be_loaded_names_the_line(capsys: Capture) -> None:

@@ -53,7 +53,8 @@ def check_names(name: str, kind: type[Method]) -> None:
     """Raise for an unused name that is close to one of :class:`Method`."""
     own = [base for base in kind.__mro__ if issubclass(base, Method) and base.__module__.partition(".")[0] != "tbbn"]
     defined = {key: value for base in reversed(own) for key, value in vars(base).items() if not key.startswith("_")}
-    uses = {text for base in own for text in _used_beside(base)}
+    users = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("tbbn", "builtins")]
+    uses = {text for base in users for text in _used_beside(base)}
     options = {field.name for field in fields(kind)}
     for key, value in defined.items():
         near = difflib.get_close_matches(key, _PUBLIC, n=1, cutoff=_NEAR)
@@ -87,6 +88,8 @@ def check_signatures(name: str, method: Method) -> None:
         given = getattr(method, key)
         try:
             inspect.signature(given).bind(*list(wanted.parameters)[1:])
+        except ValueError:  # a function written in C, such as torch.relu, may not tell its arguments
+            continue
         except TypeError:
             function = getattr(given, "__func__", given)
             got = f"{key}{inspect.signature(function)}" if callable(given) else f"{given!r:.60}"
@@ -132,8 +135,12 @@ def _is_written(function: Any) -> bool:
 
 
 def _used_beside(kind: type) -> Iterable[str]:
-    """Every name and string that the functions of a class and of its module use."""
-    found = [*vars(kind).values(), *vars(sys.modules.get(kind.__module__, kind)).values()]
+    """Every name and string that the functions of a class, and of the functions and classes of its module, use."""
+    beside = [*vars(sys.modules.get(kind.__module__, kind)).values()]
+    found = [*vars(kind).values(), *beside]
+    for other in beside:
+        if isinstance(other, type) and other.__module__ == kind.__module__:
+            found += vars(other).values()
     for value in found:  # it grows by the functions inside
         if isinstance(value, _HOLDERS):
             found += [inner for name in _HELD if (inner := getattr(value, name, None)) is not None]
