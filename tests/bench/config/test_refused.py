@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+import tbbn
 from tbbn.bench.config import resolve
 from tbbn.bench.engine.validate import check, check_used
+from tbbn.bench.methods import Phase
+from tbbn.bench.methods.ft import FineTune
 from tbbn.errors import UserError
+from tbbn.plugins import temporary
 
 
 @pytest.mark.parametrize(
@@ -173,3 +179,19 @@ def test_a_scale_that_shortens_one_phase_is_taken() -> None:
         {**ONCE, "train.scale": 1.0},
     ):
         check_used([], [resolve(("test", settings))])
+
+
+def test_phases_of_a_plugin_are_checked_before_they_are_scaled() -> None:
+    """They may ask for anything of the context, and may be no phases at all."""
+
+    def with_phases(made: Callable[[Any], Any]) -> None:
+        with temporary():
+            kind = type("Mine", (FineTune,), {"phases": lambda self, context: made(context), "__module__": "elsewhere"})
+            tbbn.register_method("mine")(dataclass(frozen=True)(kind))
+            check_used([], [resolve(("test", {"train.epochs": 4, "train.scale": 0.5, "method.name": "mine"}))])
+
+    with_phases(lambda context: (Phase(epochs=8 if context.number and context.memory.labels.max() else 4),))
+    with_phases(lambda context: (Phase(epochs={"a class": 1}[context.task]),))
+    for wrong in (Phase(), (), "train"):
+        with pytest.raises(UserError, match=r"^method 'mine' of .*: phases must return Phases, such as \(Phase\(\),\)"):
+            with_phases(lambda context, wrong=wrong: wrong)

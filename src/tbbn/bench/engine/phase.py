@@ -27,7 +27,7 @@ def known_phases(method: Method, task: int, memory: ExemplarMemory) -> tuple[Pha
     """The phases of a task (0-based) that begins with this memory, or None if they depend on the network."""
     try:
         return method.phases(cast(TaskContext, _Beginning(task, memory)))
-    except AttributeError:
+    except Exception:  # a plugin may ask for anything that the context of a task has
         return None
 
 

@@ -22,6 +22,7 @@ from tbbn.bench.engine.phase import known_phases
 from tbbn.bench.engine.plugins import load_needed_plugins
 from tbbn.bench.engine.setup import device_of, image_shape, memory_of, method_of, ratio_of
 from tbbn.bench.methods import Method
+from tbbn.bench.methods.contract import checked_phases
 from tbbn.bench.models import backbone
 from tbbn.errors import UserError
 from tbbn.nn import convert, is_balanced
@@ -83,12 +84,14 @@ def _check_scale(config: RunConfig) -> None:
     if train.scale == 1:
         return
     method, memory = method_of(config), memory_of(config)
-    full = replace(memory, index=torch.arange(min(memory.budget, 1) if method.uses_memory else 0))
+    n_exemplars = min(memory.budget, 1) if method.uses_memory else 0
+    full = replace(memory, index=torch.arange(n_exemplars), labels=torch.arange(n_exemplars))
     epochs = set[int]()
     for task in range(min(config.data.learnt_tasks, 2)):  # the first, and one with a memory
         phases = known_phases(method, task, full if task else memory)
         if phases is None:
             return
+        phases = checked_phases(config.method.name, method, phases)
         own = train.of_task(task).epochs
         epochs |= {own if phase.epochs is None else phase.epochs for phase in phases}
     if all(train.scaled(n) == n for n in epochs):
