@@ -133,6 +133,9 @@ def test_every_file_of_code_counts_in_its_digest(tmp_path: Path, monkeypatch: py
         assert found() not in seen
         seen.add(found())
     (tmp_path / "notes.txt").write_text("no code")
+    (tmp_path / "deep/.#a.py").symlink_to("somebody@host.1:2")  # Emacs has a.py open with unsaved changes
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints/a-checkpoint.py").write_text("old")
     assert found() in seen
     monkeypatch.undo()
     source_digest.cache_clear()
@@ -154,6 +157,23 @@ def test_changed_code_is_named_and_tolerates_nothing() -> None:
     assert explanation(record, here) == f"The code has changed: source was before, then between, is {source_digest()}."
     record.resumed = [{**here, "threads": 99}]
     assert is_elsewhere(record, here)
+
+
+def test_another_cpu_kernel_may_explain_a_difference_in_training() -> None:
+    record = new_record(tiny())
+    here = {**record.environment, "cpu_kernel": "avx2"}
+    assert explanation(record, here) == "", (
+        "the norm of the run does not use it, or the record is of an earlier version"
+    )
+    record.environment["cpu_kernel"] = "off"
+    assert explanation(record, here).endswith("; here cpu_kernel was off, is avx2.")
+    assert explanation(record, {**here, "cpu_kernel": "off"}) == ""
+    record.resumed = [dict(here)]
+    said = "the run was resumed in another environment, which may explain it."
+    assert explanation(record, dict(record.environment)) == said
+    assert not is_elsewhere(record, here), "an evaluation does not depend on it"
+    del here["cpu_kernel"]
+    assert explanation(record, here) == ""
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)

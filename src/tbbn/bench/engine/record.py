@@ -120,7 +120,10 @@ def source_digest() -> str:
     """A short digest of the package's code. Between two releases, the version does not say which code trained a run."""
     folder = Path(tbbn.__file__).parent
     found = hashlib.sha256()
-    for file in sorted(file for file in folder.rglob("*.*") if file.suffix in (".py", ".c", ".h")):
+    files = sorted(file for file in folder.rglob("*.*") if file.suffix in (".py", ".c", ".h"))
+    for file in files:
+        if any(part.startswith(".") for part in file.relative_to(folder).parts):
+            continue  # not code: an editor's lock of an open file, a link to nothing, has that file's ending
         found.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return found.hexdigest()[:12]
 

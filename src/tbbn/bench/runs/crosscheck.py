@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ State = tuple[dict[str, Any], dict[str, Tensor]]  # the result of checkpoint.rea
 
 # The parts of the environment that affect the rounding of floating-point sums.
 ENVIRONMENT = ("device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "ranks", "tbbn")
+_KERNEL = "cpu_kernel"  # affects training only: in eval mode the norms that use it are plain batch norm
 ROUNDING = 0.01  # the fraction of predictions that rounding may change in another environment
 
 _SAME = ("data", "class_order", "task_sizes", "skipped", "environment", "plugins")
@@ -113,10 +114,11 @@ def same_place(record: Record, root: str | None = None) -> RunConfig:
 def explanation(record: Record, here: Mapping[str, Any]) -> str:
     """The change in the environment or in the code that may explain a difference; empty if there is none."""
     there, said = record.environment, ""
-    if changed := _changed(there, here):
+    names = (*ENVIRONMENT, _KERNEL) if _KERNEL in there and _KERNEL in here else ENVIRONMENT
+    if changed := _changed(there, here, names):
         named = ", ".join(f"{name} was {there.get(name)}, is {here.get(name)}" for name in changed)
         said = f"results are bit-identical only in the same environment; here {named}."
-    elif is_elsewhere(record, here):
+    elif any(_changed(there, other, names) for other in record.resumed):
         said = "the run was resumed in another environment, which may explain it."
     trained = [env["source"] for env in (there, *record.resumed) if "source" in env]
     was = list(dict.fromkeys(source for source in trained if source != here.get("source")))
@@ -130,8 +132,8 @@ def is_elsewhere(record: Record, here: Mapping[str, Any]) -> bool:
     return any(_changed(record.environment, other) for other in (here, *record.resumed))
 
 
-def _changed(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    return [name for name in ENVIRONMENT if there.get(name) != here.get(name)]
+def _changed(there: Mapping[str, Any], here: Mapping[str, Any], names: Sequence[str] = ENVIRONMENT) -> list[str]:
+    return [name for name in names if there.get(name) != here.get(name)]
 
 
 def evaluated(
