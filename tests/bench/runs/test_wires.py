@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tinyrun import finish, tiny
 
-from tbbn.bench.config import RunConfig
+from tbbn.bench.config import RunConfig, to_dict
+from tbbn.bench.engine import Event
+from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.record import new_record
 from tbbn.bench.runs import retrain
 from tbbn.bench.runs.crosscheck import same_place
 from tbbn.bench.runs.record import load_predictions, load_record, save_record
-from tbbn.bench.runs.saved import run_saved
+from tbbn.bench.runs.saved import run_saved, saved
 from tbbn.bench.runs.trained import trained
 from tbbn.bench.runs.verify import verify
 
@@ -86,3 +89,27 @@ def test_a_trained_network_saves_its_weights_alone_and_its_statistics_of_the_dat
     moved = found.to("meta")
     assert {t.device.type for t in (moved.mean, moved.std, *moved.parameters())} == {"meta"}
     assert not any(p.requires_grad for p in found.parameters()) and not found.training
+
+
+def test_a_resumed_run_changes_nothing_in_its_config_but_the_place_of_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later version may have more settings. Its record must still be that of the checkpoints from before."""
+
+    def without_split(config: RunConfig) -> dict[str, Any]:
+        tree = to_dict(config)
+        del tree["data"]["split"]
+        return tree
+
+    seen: list[Event] = []
+    with monkeypatch.context() as earlier:
+        earlier.setattr("tbbn.bench.engine.record.to_dict", without_split)
+        for event in saved(Run(tiny(train__epochs=1)), tmp_path, every=0, stop=lambda: len(seen) >= 16):
+            seen.append(event)
+    before = load_record(tmp_path)
+    assert before.accuracy and before.status == "interrupted" and "split" not in before.config["data"]
+    run_saved(tiny(train__epochs=1, data__root="elsewhere"), tmp_path)
+    after = load_record(tmp_path)
+    assert after.status == "finished"
+    assert after.config == {**before.config, "data": {**before.config["data"], "root": "elsewhere"}}
+    assert not any(finding.problem for finding in verify(tmp_path))

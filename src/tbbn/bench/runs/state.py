@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbbn.bench.config import RunConfig, parse_toml, resolve, to_dict, to_toml, without_place
+from tbbn.bench.config import PLACE, RunConfig, flatten, parse_toml, resolve, to_dict, to_toml, without_place
 from tbbn.bench.data.batches import BatchSpec
 from tbbn.bench.engine.events import Position
 from tbbn.bench.engine.loop import BestEpoch, Run
@@ -119,7 +119,7 @@ def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where
     require_same_data(saved, run.record, where)  # before the rows are checked, because other data may have fewer
     _check(run, tensors)
     run.record = saved
-    run.record.config = {**run.record.config, "data": to_dict(run.config)["data"]}  # the data may have moved
+    _move_data(run.record, run.config)
     if here not in (run.record.environment, *run.record.resumed):
         run.record.resumed.append(here)
     run.record.predictions = checkpoint.section(tensors, "predictions")
@@ -142,6 +142,13 @@ def _restore(run: Run, values: dict[str, Any], tensors: dict[str, Tensor], where
         )
         for i, entry in enumerate(values["totals"])
     }
+
+
+def _move_data(record: Record, config: RunConfig) -> None:
+    """Note in the record where its data is now. Its other settings stay as written: an earlier version may have had fewer."""
+    now = flatten(to_dict(config))
+    data = {**record.config.get("data", {}), **{key.removeprefix("data."): now[key] for key in PLACE}}
+    record.config = {**record.config, "data": data}
 
 
 def require_same_data(saved: Record, here: Record, where: str) -> None:
