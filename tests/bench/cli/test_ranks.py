@@ -18,11 +18,13 @@ from tbbn.bench.engine.ranks import Ranks
 from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.sweep import run_all
 from tbbn.errors import UserError
+from tbbn.plugins import temporary
 
 ROUNDING = 2e-5  # float32 sums in another order, over some dozen steps
 
 # A teacher, its maps, a second phase and a pass over whole batches; more views of memory rows than one.
 METHODS = "afc(finetune_epochs=1),balaug"
+PENALTY = Path(__file__).parents[3] / "examples/own_state.py"  # ewc: a term of the loss that every rank has in full
 RARE = "ft,eeil(balanced_epochs=1),derpp,er,icarl,il2m,joint,lucir,podnet(finetune_epochs=1),ssil,wa,bic(correction_epochs=2)"
 
 
@@ -36,9 +38,11 @@ def compare(tmp_path: Path, *words: str) -> list[tuple[int, str, str]]:
 
 
 def test_two_ranks_give_the_results_of_one_process(tmp_path: Path) -> None:
-    said = compare(tmp_path, "--method", METHODS, "--norm", "tbbn")
+    words = ("--method", f"{METHODS},ewc(strength=3)", "--plugin", str(PENALTY), "--norm", "tbbn")
+    with temporary():
+        said = compare(tmp_path, *words)
     (_, table, progress), (_, *silent) = said
-    assert "balaug + tbbn" in table and "run 2/2" in progress
+    assert "balaug + tbbn" in table and "run 3/3" in progress
     assert silent == ["", ""]  # one table, one display
     record = load_record(tmp_path / "ranks" / "x" / "balaug-tbbn-0")
     assert record.environment["ranks"] == 2
