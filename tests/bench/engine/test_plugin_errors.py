@@ -17,7 +17,7 @@ from commandline import Capture, mistake
 from plugin import CODE, WORDS
 
 from tbbn.bench.cli.main import main
-from tbbn.bench.methods import Method
+from tbbn.bench.methods import Method, method
 from tbbn.bench.methods.contract import check_names, check_signatures
 from tbbn.bench.runs.record import load_record
 from tbbn.errors import UserError
@@ -270,6 +270,14 @@ def test_a_function_in_c_cannot_be_compared_with_the_contract() -> None:
         own = {"predict": staticmethod(torch.relu), "__module__": "elsewhere"}
         kind = register_method("c")(dataclass(frozen=True)(type("Own", (Method,), own)))
         check_signatures("c", kind())
+
+
+def test_a_method_without_a_mistake_needs_no_look_at_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding a line takes tens of milliseconds, and a sweep of a thousand runs asks for thousands of methods."""
+    Path("mine.py").write_text(CODE)
+    load_plugin("mine.py")
+    monkeypatch.setattr("tbbn.plugins.line_of", None)
+    assert method("tempered", {"temperature": 3.0}).temperature == 3.0
 
 
 @pytest.mark.parametrize("text", ["class Tempered(:", "x = (", ""])

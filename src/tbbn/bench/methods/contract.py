@@ -27,24 +27,27 @@ _NEAR = 0.8  # similarity above which a name counts as a misspelt name of Method
 
 def check_class(name: str, kind: Any) -> None:
     """Raise for a class that cannot be a method, or that misspells the name of an override."""
-    where = METHODS.place(name)
+    # Every config asks for its method, and the place of one takes reading its file: only an error pays for it.
     if not (isinstance(kind, type) and issubclass(kind, Method)):
-        raise UserError(f"{where}: must be a class derived from tbbn.bench.methods.Method, got {kind!r:.60}.")
+        raise UserError(
+            f"{METHODS.place(name)}: must be a class derived from tbbn.bench.methods.Method, got {kind!r:.60}."
+        )
     if inspect.get_annotations(kind) and "__dataclass_fields__" not in vars(kind):
-        raise UserError(f"{where}: has options, so its class needs @dataclass(frozen=True).")
+        raise UserError(f"{METHODS.place(name)}: has options, so its class needs @dataclass(frozen=True).")
     if METHODS.entry(name).origin == BUILT_IN:
         return
     for field in fields(kind):
         if field.default is MISSING:
             raise UserError(
-                f"{where}: its option {field.name!r} needs a default: {field.name}: ... = option(0.0, 'what it is')."
+                f"{METHODS.place(name)}: its option {field.name!r} needs a default: "
+                f"{field.name}: ... = option(0.0, 'what it is')."
             )
     if (
         kind.__init__.__qualname__ == f"{kind.__qualname__}.__init__"
         and is_dataclass(kind)
         and _is_written(kind.__init__)
     ):
-        raise UserError(f"{where}: its fields are its options, so it takes no __init__ of its own.")
+        raise UserError(f"{METHODS.place(name)}: its fields are its options, so it takes no __init__ of its own.")
     check_names(name, kind)
     _check_previous(name, kind)
 
@@ -57,8 +60,9 @@ def check_names(name: str, kind: type[Method]) -> None:
     uses = {text for base in users for text in _used_beside(base)}
     options = {field.name for field in fields(kind)}
     for key, value in defined.items():
-        near = difflib.get_close_matches(key, _PUBLIC, n=1, cutoff=_NEAR)
-        if key not in _PUBLIC and key not in uses and key not in options and near:
+        if key in _PUBLIC or key in uses or key in options:
+            continue
+        if near := difflib.get_close_matches(key, _PUBLIC, n=1, cutoff=_NEAR):
             where = METHODS.place(name, value if inspect.isfunction(value) else None)
             raise UserError(f"{where}: nothing uses {key!r}; did you mean {near[0]!r}? Otherwise give it another name.")
 
