@@ -24,7 +24,9 @@ ROUNDING = 2e-5  # float32 sums in another order, over some dozen steps
 
 # A teacher, its maps, a second phase and a pass over whole batches; more views of memory rows than one.
 METHODS = "afc(finetune_epochs=1),balaug"
-PENALTY = Path(__file__).parents[3] / "examples/own_state.py"  # ewc: a term of the loss that every rank has in full
+PENALTY = str(
+    Path(__file__).parents[3] / "examples/own_state.py"
+)  # ewc: a term of the loss that every rank has in full
 RARE = "ft,eeil(balanced_epochs=1),derpp,er,icarl,il2m,joint,lucir,podnet(finetune_epochs=1),ssil,wa,bic(correction_epochs=2)"
 
 
@@ -32,17 +34,16 @@ def compare(tmp_path: Path, *words: str) -> list[tuple[int, str, str]]:
     """Do the runs with two ranks and with one process."""
     said = launch("run", *TINY, *words, "--out", str(tmp_path / "ranks"), "--name", "x")
     assert [code for code, _, _ in said] == [0, 0], said
-    assert main(["run", *TINY, *words, "--out", str(tmp_path / "single"), "--name", "x", "--quiet"]) == 0
+    with temporary():
+        assert main(["run", *TINY, *words, "--out", str(tmp_path / "single"), "--name", "x", "--quiet"]) == 0
     assert_same_results(tmp_path / "ranks", tmp_path / "single", ROUNDING)
     return said
 
 
 def test_two_ranks_give_the_results_of_one_process(tmp_path: Path) -> None:
-    words = ("--method", f"{METHODS},ewc(strength=3)", "--plugin", str(PENALTY), "--norm", "tbbn")
-    with temporary():
-        said = compare(tmp_path, *words)
+    said = compare(tmp_path, "--method", METHODS, "--norm", "tbbn")
     (_, table, progress), (_, *silent) = said
-    assert "balaug + tbbn" in table and "run 3/3" in progress
+    assert "balaug + tbbn" in table and "run 2/2" in progress
     assert silent == ["", ""]  # one table, one display
     record = load_record(tmp_path / "ranks" / "x" / "balaug-tbbn-0")
     assert record.environment["ranks"] == 2
@@ -68,6 +69,7 @@ def test_two_ranks_give_the_results_of_one_process(tmp_path: Path) -> None:
         ("--batch.forward", "separate", "--norm", "bn", "--batch.size", "5"),
         ("--train.keep", "best", "--data.validation", "0.2", "--train.epochs", "3", "--norm", "bn,tbbn"),
         ("--data.online", "--memory.selection", "reservoir", "--norm", "bn,tbbn", "--method", "ft,er"),
+        ("--plugin", PENALTY, "--method", "ewc(strength=3)", "--norm", "tbbn"),
         ("--train.clip_norm", "0.5", "--memory.selection", "entropy", "--norm", "tbbn", "--seeds", "2"),
     ],
     ids=lambda words: " ".join(words),

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tbbn.bench.engine import Event, TaskEnded, forward, step
 from tbbn.bench.engine.loop import Run
+from tbbn.bench.engine.ranks import Ranks
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network
 from tbbn.bench.runs.record import load_record
@@ -97,6 +98,12 @@ def test_the_state_survives_a_resume_bit_for_bit(events: int, tmp_path: Path) ->
     left = results(again), results(straight.record)
     assert [r.pop("resumed") for r in left] == [[], []] and left[0] == left[1]
     assert not any(finding.problem for finding in retrain(tmp_path, 2))
+
+
+def test_ranks_are_asked_to_count_the_penalty_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "once", lambda self, term: term * 0)
+    history = finish(config(data__stop_after=2)).record.history
+    assert history[-1]["ewc"] == 0.0 and history[-1]["total"] == history[-1]["ce"] > 0
 
 
 def test_in_bf16_the_penalty_joins_the_gradients_of_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
