@@ -18,8 +18,10 @@ from tbbn.bench.runs import retrain
 from tbbn.bench.runs.crosscheck import same_place
 from tbbn.bench.runs.record import load_predictions, load_record, save_record
 from tbbn.bench.runs.saved import run_saved, saved
+from tbbn.bench.runs.state import require_same_data
 from tbbn.bench.runs.trained import trained
 from tbbn.bench.runs.verify import verify
+from tbbn.errors import UserError
 
 
 def test_weighted_metrics_of_an_unfinished_run_count_the_classes_of_its_own_tasks() -> None:
@@ -113,3 +115,17 @@ def test_a_resumed_run_changes_nothing_in_its_config_but_the_place_of_its_data(
     assert after.status == "finished"
     assert after.config == {**before.config, "data": {**before.config["data"], "root": "elsewhere"}}
     assert not any(finding.problem for finding in verify(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "then", "now"),
+    [("class_order", [0, 1], [1, 0]), ("skipped", ["a.png"], []), ("data", {"std": [0.1]}, {"std": [0.2]})],
+)
+def test_all_that_a_record_knows_of_its_data_is_compared(name: str, then: Any, now: Any) -> None:
+    saved_record, here = new_record(tiny()), new_record(tiny())
+    require_same_data(saved_record, here, "x")
+    setattr(saved_record, name, then)
+    setattr(here, name, now)
+    key = "std" if name == "data" else name
+    with pytest.raises(UserError, match=rf"^x: was trained on different data than .* \({key}: .* then, .* now\)"):
+        require_same_data(saved_record, here, "x")
