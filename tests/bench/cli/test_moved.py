@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,12 @@ def test_a_moved_run_is_resumed_and_checked_where_it_is_now(capsys: Capture, mon
         more = ("--retrain-task", "2") if command == "verify" else ()
         assert main((command, "runs/x", *more, "--data.root", "elsewhere")) == 0, capsys.readouterr()
     assert "FAILED" not in capsys.readouterr().out
+    with monkeypatch.context() as without_onnx:
+        exporting = import_module("tbbn.bench.interchange.export")
+        without_onnx.setattr(exporting, "_write_onnx", lambda scores, images, file: file.write_bytes(b"onnx"))
+        without_onnx.setattr(exporting, "find_spec", lambda name: None if name == "onnxruntime" else object())
+        assert main(("export", "runs/x", "--out", "out", "--data.root", "elsewhere")) == 0
+    assert "test images" in capsys.readouterr().out, "not random ones"
     assert main(("report", "runs/x", "runs/whole")) == 0  # one row: they are the same run
     assert "1 of the 2 runs repeat the config and seed of another" in capsys.readouterr().out
 
