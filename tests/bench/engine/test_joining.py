@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +119,32 @@ def test_more_processes_than_gpus_are_refused_in_one_line(monkeypatch: pytest.Mo
     said = r"rank 2 has no GPU of its own: this machine has 2; start at most 2 processes on it, or hide"
     with pytest.raises(UserError, match=said), joining.joined():
         pass
+
+
+LEAVES = """
+import os
+import torch
+from torch import distributed as dist
+from tbbn.bench.engine.joining import joined
+
+with joined():
+    before = len(os.listdir("/proc/self/task"))
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()  # imports much of torch.distributed
+    import torch.distributed.nn  # and this
+    dist.broadcast(torch.zeros(1), 0)
+assert not dist.is_initialized()
+print(before, len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+def test_no_thread_of_the_group_is_left_after_it() -> None:
+    """One that is left may release a tensor while Python exits, which aborts the process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    given |= {"RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", LEAVES]
+    done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    before, after = map(int, done.stdout.split()[-2:])
+    assert before - after >= 3  # gloo's

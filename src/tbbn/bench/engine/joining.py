@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 
 import torch
 from torch import distributed as dist
@@ -34,6 +35,10 @@ def joined() -> Iterator[ProcessRanks]:
         )
     if on_gpu:
         torch.cuda.set_device(local)
+    # Training imports this module by way of torch's optimizers. Its functions then keep the default group of that moment as a
+    # default argument, beyond destroy_process_group. Gloo's threads live as long as the group, and one that releases a tensor
+    # while Python exits aborts the process. Imported before there is a group, they keep None.
+    import_module("torch.distributed.nn.functional")
     store, rank, size = next(dist.rendezvous("env://", timeout=PATIENCE))
     store = dist.PrefixStore(_agreed_name(store, rank, size), store)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
