@@ -281,6 +281,54 @@ def test_blocks_are_counted_by_task_and_with_the_rows_of_all_ranks(three_are_man
         mistakes.entering_block(network()[1:2], RankLayout(12, 0, 4, counts={None: ((12, 0), (0, 12))}))
 
 
+LATE = "memory rows now, after 2 or more without any, and still past_tasks=0.* 1 in the second task"
+
+
+def test_a_second_task_that_is_called_the_first_is_said_once_a_process(three_are_many, monkeypatch):
+    monkeypatch.setattr(mistakes, "SOME", 2)
+    model = network()
+    for _ in range(3):
+        with tbbn.balance(model, current=12, memory=0, past_tasks=0):
+            model(images())
+    with (
+        pytest.warns(UserWarning, match=LATE) as seen,
+        tbbn.balance(model, is_memory=[False] * 8 + [True] * 4, past_tasks=0),
+    ):
+        model(images())
+    assert len(seen) == 1 and seen[0].filename == __file__
+    for one in (model, copy.deepcopy(model)):
+        for memory in (0, 0, 0, 4):
+            with tbbn.balance(one, current=12 - memory, memory=memory, past_tasks=0):
+                one(images())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_reservoir_has_memory_rows_in_the_first_task_and_a_later_one_may_be_left_unbalanced(
+    three_are_many, monkeypatch
+):
+    monkeypatch.setattr(mistakes, "SOME", 2)
+    reservoir, later = network(), network()
+    for memory in (0, 4, 0, 0, 0, 4, 6):  # the first batch fills it
+        with tbbn.balance(reservoir, current=12 - memory, memory=memory, past_tasks=0):
+            reservoir(images())
+    for layout in (EIGHT, *[{"current": 12, "memory": 0, "past_tasks": 0}] * 3, {**EIGHT, "past_tasks": 0}):
+        with tbbn.balance(later, **layout):
+            later(images())
+
+
+def test_rows_of_other_classes_in_the_first_task_are_said_once_a_process(three_are_many):
+    model, labels = network(), [40] * 8 + [3] * 4
+    with pytest.warns(UserWarning, match="4 rows have labels outside of current_classes, but past_tasks=0") as seen:
+        block = tbbn.balance(model, labels=labels, current_classes=range(40, 50), past_tasks=0)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    with block:
+        torch.testing.assert_close(model(images()), alone(None))
+    tbbn.balance(model, labels=labels, current_classes=range(40, 50), past_tasks=0)
+    mistakes._given.clear()
+    tbbn.balance(model, labels=[40] * 12, current_classes=range(40, 50), past_tasks=0)
+    tbbn.balance(model, labels=labels, current_classes=range(40, 50), past_tasks=1)
+
+
 def test_a_block_without_memory_says_that_plain_batch_norm_is_meant():
     model = network()
     with tbbn.balance(model, **EIGHT):

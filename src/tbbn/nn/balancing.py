@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tbbn.errors import UserError
 from tbbn.nn.active import Block, enter, leave
 from tbbn.nn.convert import check_module, is_norm, needs_no_layout
-from tbbn.nn.mistakes import entering_block
+from tbbn.nn.mistakes import entering_block, given_other_classes
 from tbbn.nn.modules import BalancedNorm, PlannedNorm
 from tbbn.nn.plan import make_layout, row_values, whole_number
 from tbbn.nn.sync import Counts, share_counts
@@ -99,6 +99,8 @@ class balance:
                 "balance: give past_tasks, the number of tasks learnt before this one; 0 in the first task."
             )
         self.layout = make_layout(current, memory, is_memory, past_tasks, ids, rule)
+        if labels is not None and not self.layout.past_tasks:
+            given_other_classes(self.layout.memory)
         layers = list(balanced_layers(module))
         if not layers and not needs_no_layout(module):
             raise _nothing_to_balance(module)

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from tbbn.nn.modules import BalancedNorm
 
 MANY = 1000  # training forwards without a block, or blocks that balance nothing, before the warning
+SOME = 100  # blocks of a first task without memory rows, after which memory rows are taken for those of a second task
 
 _CALL = nn.Module.__call__.__code__.co_filename  # the file of the code that calls a module's forward
-_given: set[str] = set()  # the warnings of MANY that this process has given
+_given: set[str] = set()  # the warnings of blocks that this process has given
 
 
 @dataclass(eq=False)
@@ -37,7 +38,10 @@ class Watched:
 
     _used: Used | None = None  # None: never in a block yet
     _n_outside = 0  # training forwards before the first block
-    _one_sided = (0, 0)  # past tasks, and blocks of that task without memory or current rows; -1: one had both
+    _one_sided = (
+        0,
+        0,
+    )  # past tasks, and blocks of that task without memory or current rows; -1: one had both, or memory rows
 
 
 def entering_block(layers: Sequence[BalancedNorm], layout: Layout) -> None:
@@ -51,7 +55,11 @@ def entering_block(layers: Sequence[BalancedNorm], layout: Layout) -> None:
             if layer.needs_layout:
                 layer._used = used
     task, blocks = first._one_sided
-    if not layout.past_tasks or first.wants_task_ids or (blocks < 0 and task == layout.past_tasks):
+    if first.wants_task_ids or (blocks < 0 and task == layout.past_tasks):
+        return
+    if not layout.past_tasks:
+        if not task:
+            _in_first_task(first, layout, blocks)
         return
     if all(_rows(layout)):
         first._one_sided = layout.past_tasks, -1
@@ -63,6 +71,31 @@ def entering_block(layers: Sequence[BalancedNorm], layout: Layout) -> None:
             f"{MANY} tbbn.balance blocks with past_tasks={layout.past_tasks}, none with both current and memory rows (the last: "
             f"current={layout.current}, memory={layout.memory}): the layers have been plain batch norm. Forward current and "
             "memory rows as one batch; check the counts, the mask or the labels; to train without a memory, use past_tasks=0.",
+            stacklevel=3,
+        )
+
+
+def _in_first_task(first: BalancedNorm, layout: Layout, blocks: int) -> None:
+    """Note a block with ``past_tasks=0`` of a model that has had no others. A reservoir has memory rows from the start."""
+    if not _rows(layout)[1]:
+        if blocks < SOME:
+            first._one_sided = 0, blocks + 1
+        return
+    first._one_sided = 0, -1
+    if blocks == SOME and _is_first("first task"):
+        warnings.warn(
+            f"tbbn.balance blocks have memory rows now, after {SOME} or more without any, and still past_tasks=0: the layers are "
+            "plain batch norm. past_tasks is the number of tasks learnt before this one: 1 in the second task.",
+            stacklevel=4,
+        )
+
+
+def given_other_classes(n_rows: int) -> None:
+    """Note that a block with ``past_tasks=0`` was given rows of other classes than the current ones."""
+    if n_rows and _is_first("other classes"):
+        warnings.warn(
+            f"tbbn.balance: {n_rows} rows have labels outside of current_classes, but past_tasks=0 means the first task, so the "
+            "layers are plain batch norm. past_tasks is the number of tasks learnt before this one: 1 in the second task.",
             stacklevel=3,
         )
 
