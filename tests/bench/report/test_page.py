@@ -14,6 +14,7 @@ import pytest
 from records import record
 
 from tbbn.bench.engine.record import Record
+from tbbn.bench.report.columns import SHORT
 from tbbn.bench.report.figures import Panel
 from tbbn.bench.report.groups import groups
 from tbbn.bench.report.matrices import matrix_panels
@@ -236,26 +237,62 @@ def test_in_a_browser_nothing_overflows_and_nothing_runs(hostile: Path) -> None:
         assert set(browser.requests) == {hostile.resolve().as_uri()}
 
 
+# The widest table beside the paper's, with long numbers, and one of differences in all metrics.
+METRIC = ("35.41", "36.5 ± 2.1", "+10.8 =")
+BESIDE = Table(
+    ("method + norm", "seeds", *("A_f paper", "ours", "diff.") * 3, "F_text ours", "A_l paper", "ours", "diff."),
+    (("lucir + cn(groups=8)", "10", *METRIC * 3, "36.5 ± 2.1", *METRIC),),
+)
+DIFFERENCES = Table(
+    ("method + norm", "over", "seeds", *SHORT.values()),
+    (("ft + tbbn [data.tasks=10, paper, train.keep=last]", "bn", "10", *["-12.3 [-11.7, 17.2]"] * len(SHORT)),),
+    align="ll" + "r" * (1 + len(SHORT)),
+)
+
+
 @pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
 def test_a_table_beside_the_papers_needs_no_scrolling_on_a_desktop(tmp_path: Path) -> None:
-    metric = ("35.41", "36.5 ± 2.1", "+10.8 =")
-    row = ("lucir + cn(groups=8)", "10", *metric, *metric, *metric, "36.5 ± 2.1", *metric)
-    header = (
-        "method + norm",
-        "seeds",
-        *("A_f paper", "ours", "diff.") * 3,
-        "F_text ours",
-        "A_l paper",
-        "ours",
-        "diff.",
-    )
     path = tmp_path / "page.html"
-    path.write_text(html(Page("t", 1, [Section("paper", "Paper", tables=(Table(header, (row,)),))])))
+    path.write_text(html(Page("t", 1, [Section("paper", "Paper", tables=(BESIDE,))])))
     fits = "document.querySelector('.scroll').scrollWidth <= document.querySelector('.scroll').clientWidth"
     one_line = "document.querySelector('tbody tr').getBoundingClientRect().height < 30"
     with chromium.Chromium() as browser:
         browser.open(path, 1280)
         assert browser.evaluate(fits) and browser.evaluate(one_line)
+
+
+# For each row the space between the text of neighbours, and for each number the lines that its text takes.
+TEXT = """
+const around = cell => {
+  const text = document.createRange();
+  text.selectNodeContents(cell);
+  return text;
+};
+"""
+GAPS = """
+[...document.querySelectorAll("tr")].flatMap(row => {
+  const boxes = [...row.cells].map(cell => around(cell).getBoundingClientRect());
+  return boxes.slice(1).map((box, i) => box.left - boxes[i].right);
+})
+"""
+LINES = '[...document.querySelectorAll("td.r")].map(cell => around(cell).getClientRects().length)'
+
+
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
+@pytest.mark.parametrize(("table", "lines"), [(BESIDE, 1), (DIFFERENCES, 3)], ids=["beside", "differences"])
+def test_on_a4_a_wide_table_is_between_the_margins_and_its_columns_do_not_touch(
+    table: Table, lines: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(html(Page("t", 1, [Section("paper", "Paper", tables=(table,))])))
+    between_margins = round((21 - 2 * 1.2) / 2.54 * 96)
+    with chromium.Chromium() as browser:
+        browser.open(path, between_margins)
+        browser.send("Emulation.setEmulatedMedia", media="print")
+        assert browser.evaluate("document.querySelector('table').getBoundingClientRect().right") <= between_margins
+        browser.evaluate(TEXT)
+        assert min(browser.evaluate(GAPS)) > 4
+        assert max(browser.evaluate(LINES)) == lines
 
 
 @pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
