@@ -20,6 +20,6 @@ def test_an_interval_reaches_as_far_as_scipys() -> None:
     assert difference(values) == f"+4.1 [{low:.1f}, {high:.1f}]"
 
 
-def test_bounds_that_round_to_0_have_no_sign() -> None:
+def test_a_bound_that_rounds_to_0_has_a_sign_if_it_is_below_0() -> None:
     assert difference([0.0, 0.0]) == "+0.0 [0.0, 0.0]"
-    assert difference([-0.001, -0.0011]) == "+0.0 [0.0, 0.0]"
+    assert difference([-0.001, -0.0011]) == "+0.0 [-0.0, -0.0]"

@@ -15,9 +15,9 @@ from tbbn.bench.engine.record import Record
 from tbbn.bench.report.curves import GREY, accuracy_panels, forgetting_panels, gain_panels
 from tbbn.bench.report.errors import errors_panels
 from tbbn.bench.report.figures import COLOURS, LINES, MARKERS, Look, Panel, figure_of, legend_height, save_figure
+from tbbn.bench.report.figures import NORMS as LINED
 from tbbn.bench.report.groups import groups
 from tbbn.bench.report.matrices import matrix_panels
-from tbbn.bench.report.pairs import pairs
 from tbbn.bench.report.plots import KINDS, figure
 from tbbn.bench.report.svg import _adapt, inline_svg
 
@@ -59,7 +59,7 @@ def test_text_has_the_same_sizes_in_all_figures(kind: str) -> None:
 def test_curves_have_a_grid_whole_tasks_and_thin_lines_with_small_markers() -> None:
     (axes,) = shown([record(UP), record([[0.6], [0.4, 0.3]], seed=1)])
     (line,) = axes.lines
-    assert line.get_linewidth() == 1.5 and line.get_markersize() == 3.5
+    assert line.get_linewidth() == 1.5 and line.get_markersize() == 4
     (band,) = axes.collections
     assert band.get_linewidth() == 0 and band.get_alpha() == 0.15
     assert axes.get_legend().handlelength == 3.2, "long enough to tell dashes apart"
@@ -78,16 +78,58 @@ def test_a_curve_of_one_seed_has_no_band() -> None:
     assert not axes.collections
 
 
-def test_lines_and_colours_repeat_after_the_last_and_lines_then_have_other_markers() -> None:
-    assert len(LINES) == len(MARKERS) == len(COLOURS) == 8
+def styles(made: Any) -> dict[str, tuple[Any, str]]:
+    """The dashes and the marker of each norm in a figure."""
+    lines = [line for axes in made.axes for line in axes.lines if not line.get_label().startswith("_")]
+    assert lines
+    return {
+        line.get_label().split(" (")[0].split(" + ")[-1]: (line._unscaled_dash_pattern, line.get_marker())
+        for line in lines
+    }
+
+
+@pytest.mark.parametrize(
+    "order", [["bn", "cn", "tbbn"], ["tbbn", "cn", "bn"], ["in", "cn", "sn", "tbbn", "gn", "brn", "bn"]]
+)
+def test_a_norm_has_the_same_line_and_marker_in_every_figure(order: list[str]) -> None:
+    records = [record(UP, norm__name=norm, method__name=method) for method in ("ft", "er") for norm in order]
+    wanted = {"bn": ((0, None), "o"), "tbbn": ((0, (5, 2)), "s"), "cn": ((0, (1, 1.5)), "^")}
+    for kind in ("accuracy", "forgetting", "gain"):
+        found = styles(figure(records, kind))
+        assert {norm: style for norm, style in found.items() if norm in wanted} == {
+            norm: style for norm, style in wanted.items() if norm != "bn" or kind != "gain"
+        }
+
+
+def test_every_norm_of_the_package_has_a_line_and_a_marker_of_its_own() -> None:
+    assert set(LINED) == set(NORMS) and len(LINED) == len(set(LINES)) == len(set(MARKERS)) == 9
     found = groups(of_norms(9))
     looks = [Look(found).of(group) for group in found]
-    assert [look["linestyle"] for look in looks] == [*LINES, LINES[0]]
-    assert [look["marker"] for look in looks] == [*"oooooooo", "s"]
+    assert len({look["linestyle"] for look in looks}) == len({look["marker"] for look in looks}) == 9
+    assert len({look["color"] for look in looks}) == 1
+
+
+def test_a_norm_with_options_has_a_line_and_a_marker_that_no_other_norm_has() -> None:
+    variants = [record(UP, norm__name="cn", norm__groups=n) for n in range(1, 74)]  # 16 is cn itself
+    found = groups([*of_norms(9), *variants])
+    looks = [Look(found).of(group) for group in found]
+    assert len({(look["linestyle"], look["marker"]) for look in looks}) == 81
+    assert len({look["linestyle"] for look in looks[9:18]}) == 9, "lines differ as long as they can"
+
+
+def test_a_norm_with_options_looks_alike_if_another_one_has_no_pair() -> None:
+    unpaired = record([[0.5]], "diverged", norm__name="cn", norm__groups=4)
+    records = [record(UP), unpaired, record(UP, norm__name="cn", norm__groups=8)]
+    accuracy, gain = (styles(figure(records, kind))["cn(groups=8)"] for kind in ("accuracy", "gain"))
+    assert accuracy == gain
+
+
+def test_colours_show_the_method_and_its_settings_and_repeat_after_the_last() -> None:
+    assert len(COLOURS) == 8
     found = groups([record(UP, method__name=method) for method in METHODS])
     assert [Look(found).of(group)["color"] for group in found] == [*COLOURS, COLOURS[0]]
     found = groups([record(UP, train__epochs=e) for e in range(1, 10)])
-    assert [Look(found).of(group)["marker"] for group in found] == [*MARKERS, MARKERS[0]]
+    assert [Look(found).of(group)["color"] for group in found] == [*COLOURS, COLOURS[0]]
 
 
 def test_five_curves_share_a_panel_and_six_do_not() -> None:
@@ -97,8 +139,8 @@ def test_five_curves_share_a_panel_and_six_do_not() -> None:
     panels = accuracy_panels(groups([*of_norms(5), record(UP, method__name="er")]))
     assert [(p.title, p.width, p.height) for p in panels] == [("ft", 3.6, 2.7 + legend), ("er", 3.6, 2.7)]
     assert len(accuracy_panels(groups(of_norms(6)))) == 5
-    assert len(gain_panels(pairs(groups(of_norms(6))))) == 1
-    assert [p.title for p in gain_panels(pairs(groups(of_norms(7))))] == ["gain over ft + bn"] * 6
+    assert len(gain_panels(groups(of_norms(6)))) == 1
+    assert [p.title for p in gain_panels(groups(of_norms(7)))] == ["gain over ft + bn"] * 6
 
 
 def test_the_legend_of_long_labels_has_room_for_one_column() -> None:

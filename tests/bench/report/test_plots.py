@@ -99,14 +99,16 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path, monkey
         save_figure(figure([record(UP)]), tmp_path / "x.png")
 
 
-def test_colour_is_the_method_line_the_norm_and_marker_the_rest() -> None:
+def test_colour_is_the_method_with_its_settings_and_line_and_marker_the_norm() -> None:
     records = [record(UP, method__name=m, norm__name=n) for m in ("ft", "er") for n in ("bn", "tbbn")]
     lines = curves([*records, record(UP, train__epochs=7)])  # two groups are now "ft + bn"
     ft_bn, ft_tbbn, er_bn, er_tbbn, other = lines
-    assert ft_bn.get_color() == ft_tbbn.get_color() == other.get_color() != er_bn.get_color() == er_tbbn.get_color()
+    assert ft_bn.get_color() == ft_tbbn.get_color() != er_bn.get_color() == er_tbbn.get_color()
     dashes = [line._dash_pattern for line in lines]
     assert dashes[0] == dashes[2] == dashes[4] != dashes[1] == dashes[3]
-    assert ft_bn.get_marker() != other.get_marker()
+    assert other.get_color() not in (ft_bn.get_color(), er_bn.get_color())
+    markers = [line.get_marker() for line in lines]
+    assert markers[0] == markers[2] == markers[4] != markers[1] == markers[3]
 
 
 @pytest.mark.parametrize("kind", ["accuracy", "forgetting", "gain"])

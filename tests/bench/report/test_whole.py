@@ -228,6 +228,7 @@ def test_lines_of_curves_differ_in_these_dashes() -> None:
         (0, (3, 1, 1, 1, 1, 1)),
         (0, (2, 3)),
         (0, (8, 2, 3, 2)),
+        (0, (1, 4)),
     )
 
 

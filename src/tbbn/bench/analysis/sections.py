@@ -41,7 +41,8 @@ def drift_section(runs: Mapping[Path, Record], images: int) -> Section:
     folders = {id(record): folder for folder, record in runs.items()}
     measured: list[tuple[Group, list[Layers]]] = []
     missing = []
-    for group in groups(list(runs.values())):
+    all_groups = groups(list(runs.values()))
+    for group in all_groups:
         found: list[Layers] = []
         for record in group.drawn:
             try:
@@ -53,7 +54,7 @@ def drift_section(runs: Mapping[Path, Record], images: int) -> Section:
     line = "Running statistics after the last task compared with those of all tasks weighted equally, mean over seeds."
     if missing:
         line += f" Not measured: {len(missing)} runs ({missing[0].rstrip('.')})."
-    look = Look([group for group, _ in measured])
+    look = Look(all_groups)
     panels = []
     for block in blocks([group for group, _ in measured]):
         curves = [(group, found) for group, found in measured if group in block]

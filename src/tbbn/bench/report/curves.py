@@ -13,7 +13,7 @@ from tbbn.bench.metrics import Matrix, forgetting
 from tbbn.bench.report.figures import FEW, Look, Panel, add_legend, legend_height, wrapped
 from tbbn.bench.report.groups import Group, blocks
 from tbbn.bench.report.interval import half_width
-from tbbn.bench.report.pairs import Pair
+from tbbn.bench.report.pairs import pairs
 from tbbn.bench.report.table import Table
 from tbbn.bench.report.tables import percent
 
@@ -120,11 +120,11 @@ def _panels(groups: Sequence[Group], numbers: Numbers, ylabel: str, limits: Limi
     return panels
 
 
-def gain_panels(pairs: Sequence[Pair]) -> list[Panel]:
+def gain_panels(groups: Sequence[Group]) -> list[Panel]:
     """Gains of norms over a base norm in mean accuracy, paired by seed. A band shows the 95 % interval of the mean."""
-    look = Look([pair.other for pair in pairs])
+    look = Look(groups)
     together: dict[str, list[Curve]] = {}
-    for pair in pairs:
+    for pair in pairs(groups):
         columns = pair.differences(accuracy_after)
         curve = _curve(pair.other.norm, columns, half_width, (-100, 100), look.of(pair.other), 1)
         together.setdefault(pair.base.label, []).append(curve)

@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which colour-blind readers can tell apart, with grey and brown instead of black and yellow, so that
 # all colours are visible on white and on black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#A6611A")
+# Each of these norms has the line and the marker at its place, in every figure. Those often compared come first, because the
+# first lines differ most.
+NORMS = ("bn", "tbbn", "cn", "in", "sn", "brn", "gn", "adab2n", "weighted")
 LINES: tuple[Any, ...] = (
     "-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 3)), (0, (8, 2, 3, 2)),
+    (0, (1, 4)),
 )  # fmt: skip
-MARKERS = "os^Dv<>p"
+MARKERS = "os^Dv<>pX"
 FEW = 5  # more curves than this cannot be told apart in one panel
 _COLUMNS = 3
 _SHORT = 7  # characters per inch of panel width up to which two legend entries fit side by side
@@ -149,22 +153,31 @@ def wrapped(text: str, width: int) -> str:
 
 
 class Look:
-    """The style of a group's curve: its method sets the colour, its norm the line style, its other settings the marker."""
+    """The style of a group's curve: its method and settings set the colour, its norm the line and the marker.
+
+    Figures that are read together are made with the same groups, so that a norm with options or from a plugin, whose style
+    depends on which others there are, looks alike in them.
+    """
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        self._methods = list(dict.fromkeys(group.method for group in groups))
-        self._norms = list(dict.fromkeys(group.norm for group in groups))
-        self._details = list(dict.fromkeys(group.detail for group in groups))
+        self._setups = list(dict.fromkeys(group.setup for group in groups))
+        self._others = list(dict.fromkeys(group.norm for group in groups if group.norm not in NORMS))
 
     def of(self, group: Group) -> dict[str, Any]:
         """Keyword arguments for ``axes.plot``."""
-        method, norm = self._methods.index(group.method), self._norms.index(group.norm)
-        # If there are more norms than line styles, these repeat with other markers.
-        marker = self._details.index(group.detail) + norm // len(LINES)
+        line, marker = self._style(group.norm)
         return {
-            "color": COLOURS[method % len(COLOURS)],
-            "linestyle": LINES[norm % len(LINES)],
-            "marker": MARKERS[marker % len(MARKERS)],
-            "markersize": 3.5,
+            "color": COLOURS[self._setups.index(group.setup) % len(COLOURS)],
+            "linestyle": LINES[line],
+            "marker": MARKERS[marker],
+            "markersize": 4,
             "linewidth": 1.5,
         }
+
+    def _style(self, norm: str) -> tuple[int, int]:
+        """The places of a norm's line and marker. Any other norm than those in NORMS has a line with another one's marker."""
+        if norm in NORMS:
+            return NORMS.index(norm), NORMS.index(norm)
+        place, many = self._others.index(norm), len(LINES)
+        line = (place + 3) % many  # first those of norms that are rarely compared
+        return line, (line + 1 + place // many % (many - 1)) % many

@@ -65,13 +65,13 @@ def page(
         *after_results,
         Section(
             "accuracy", "Accuracy after each task",
-            f"Mean accuracy over the tasks seen so far. Colour shows the method, line style the norm. {deviation}",
+            f"Mean accuracy over the tasks seen so far. Colour shows method and settings, line and marker the norm. {deviation}",
             panels=tuple(accuracy_panels(found)),
         ),
         Section(
             "gain", "Differences on the same seeds",
             "Gain of one norm over another in mean accuracy after each task. A band shows the 95 % interval.",
-            (pairs_table(paired, metrics),), tuple(gain_panels(paired)),
+            (pairs_table(paired, metrics),), tuple(gain_panels(found)),
         ),
         Section(
             "forgetting", "Forgetting", f"F of the tasks learnt so far. {deviation}",

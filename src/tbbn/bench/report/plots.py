@@ -11,7 +11,6 @@ from tbbn.bench.report.errors import errors_panels
 from tbbn.bench.report.figures import Panel, figure_of
 from tbbn.bench.report.groups import Group, groups, stamp
 from tbbn.bench.report.matrices import matrix_panels
-from tbbn.bench.report.pairs import pairs
 from tbbn.errors import unknown_name
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 KINDS: dict[str, Callable[[Sequence[Group]], list[Panel]]] = {
     "accuracy": accuracy_panels,
     "forgetting": forgetting_panels,
-    "gain": lambda found: gain_panels(pairs(found)),
+    "gain": gain_panels,
     "matrix": matrix_panels,
     "errors": errors_panels,
 }
