@@ -1,7 +1,8 @@
-"""``tools/results_numbers.py``: what it refuses to average."""
+"""``tools/results.py``: what it refuses to average, and the pictures that it draws."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,14 @@ def test_runs_with_other_settings_are_not_pooled(tmp_path: Path, monkeypatch: py
 def test_runs_of_a_part_of_the_epochs_are_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match=r"^runs: SCALE 0\.5"):
         read(tmp_path, monkeypatch, record(HALF, train__scale=0.5))
+
+
+def test_every_picture_of_results_in_the_documents_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import results
+
+    pages = [results.README, *(results.ROOT / "docs").glob("*.md")]
+    shown = {name for page in pages for name in re.findall(r"results/[\w-]+\.png", page.read_text())}
+    assert (
+        shown == set(results.PICTURES) == {f"results/{path.name}" for path in (results.ROOT / "results").glob("*.png")}
+    )
