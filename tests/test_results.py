@@ -43,6 +43,23 @@ def test_runs_of_a_part_of_the_epochs_are_no_result(tmp_path: Path, monkeypatch:
         read(tmp_path, monkeypatch, record(HALF, train__scale=0.5))
 
 
+def test_runs_whose_learning_rate_drops_at_other_epochs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import results_numbers
+
+    best = {"train__keep": "best", "data__validation": 0.1, "train__schedule": "multistep"}
+    runs = [record(HALF, train__epochs=160, **best), record(HALF, train__epochs=160, seed=1, **best)]
+    monkeypatch.setattr(results_numbers, "best_kept", lambda: runs)
+    assert results_numbers.first_drop.__wrapped__() == 160 * runs[0].run_config.train.milestones[0]
+    runs.append(record(HALF, train__epochs=90, method__name="lucir", seed=2, **best))
+    wanted = r"differ in its schedule: 160 epochs .* \(2, such as ft \+ bn, seed 0\); 90 .* \(1, such as lucir \+ bn, seed 2\)$"
+    with pytest.raises(AssertionError, match=wanted):
+        results_numbers.first_drop.__wrapped__()
+    runs.clear()
+    with pytest.raises(AssertionError, match="there are none"):
+        results_numbers.first_drop.__wrapped__()
+
+
 def test_every_picture_of_results_in_the_documents_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     import results

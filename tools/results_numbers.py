@@ -56,8 +56,23 @@ def last_kept(record: Any) -> int:
 @cache
 def first_drop() -> int:
     """The epoch after which the learning rate of these runs first drops."""
-    ((epochs, milestones),) = {(r.run_config.train.epochs, r.run_config.train.milestones) for r in best_kept()}
+    runs: dict[tuple[int, tuple[float, ...]], list[Any]] = {}
+    for record in best_kept():
+        train = record.run_config.train
+        runs.setdefault((train.epochs, train.milestones), []).append(record)
+    named = [
+        f"{epochs} epochs with milestones {list(milestones)} ({len(records)}, such as {_run(records[0])})"
+        for (epochs, milestones), records in runs.items()
+    ]
+    assert len(runs) == 1, (
+        f"runs that kept the best epoch differ in its schedule: {'; '.join(named) or 'there are none'}"
+    )
+    ((epochs, milestones),) = runs
     return round(milestones[0] * epochs)
+
+
+def _run(record: Any) -> str:
+    return f"{record.run_config.label}, seed {record.run_config.seed}"
 
 
 # Table 1.
