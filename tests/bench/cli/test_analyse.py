@@ -74,6 +74,8 @@ def test_drift_of_two_runs(runs: Path, tmp_path: Path, capsys: Capture) -> None:
     assert said.out.splitlines()[0].startswith("layer") and "ft-bn-1: mean off" in said.out and picture.exists()
     assert main(("drift", folders[0], "--json", "--task", "1")) == 0
     assert set(json.loads(capsys.readouterr().out)[0]["layers"][0]) == {"layer", "mean", "std", "newest"}
+    assert main(("drift", folders[0], "--json")) == 0
+    assert json.loads(capsys.readouterr().out)[0]["stamp"] == "", "a whole run"
     assert "drift: ft + gn(groups=8) has no running statistics; leave its runs out." in mistake(
         capsys, "drift", str(runs)
     )
@@ -127,7 +129,7 @@ def test_the_choice_of_epoch_of_every_norm_and_phase(
 ) -> None:
     drawn: dict[str, int] = {}
 
-    def draw(scores: Mapping[str, Sequence[Any]], path: str) -> Path:
+    def draw(scores: Mapping[str, Sequence[Any]], path: str, stamp: str) -> Path:
         drawn.update({name: len(seeds) for name, seeds in scores.items()})
         return Path(path)
 
@@ -165,7 +167,9 @@ def test_commands_that_take_long_say_where_they_are(monkeypatch: pytest.MonkeyPa
     assert capsys.readouterr().err == "drift: 2/4, runs/1\ndrift: 4/4, runs/3\n"
 
 
-def test_analyses_of_a_part_of_the_training_say_so(tmp_path: Path, capsys: Capture) -> None:
+def test_analyses_of_a_part_of_the_training_say_so(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     part = [*TINY, "--train.epochs", "2", "--train.scale", "0.5", "--data.tasks", "3", "--data.stop_after", "2"]
     assert main(["run", *part, "--out", str(tmp_path), "--name", "x", "--quiet"]) == 0
     mark = "SCALE 0.5: a fraction of the epochs. STOPPED: after 2 of 3 tasks."
@@ -173,10 +177,22 @@ def test_analyses_of_a_part_of_the_training_say_so(tmp_path: Path, capsys: Captu
         capsys.readouterr()
         assert main([*command, str(tmp_path / "x")]) == 0
         assert mark in capsys.readouterr().out
+        assert main([*command, str(tmp_path / "x"), "--json"]) == 0
+        assert [entry["stamp"] for entry in json.loads(capsys.readouterr().out)] == [mark]
+        assert main([*command, str(tmp_path / "x"), "--format", "csv"]) == 0
+        header, *rows = capsys.readouterr().out.splitlines()
+        assert header.startswith("runs,") and rows and all(row.startswith(f"{mark},") for row in rows)
     assert main(["show", str(tmp_path / "x")]) == 0
     assert capsys.readouterr().out.startswith("SCALE 0.5: a fraction of the epochs. ft + bn")
-    assert main(["epochs", *part, "--data.validation", "0.2", "--norm", "bn", "--quiet"]) == 0
+    drawn: list[Any] = []
+    monkeypatch.setattr("tbbn.bench.analysis.figures.save_figure", lambda figure, path: drawn.append(figure))
+    words = ["epochs", *part, "--data.validation", "0.2", "--norm", "bn", "--quiet"]
+    assert main([*words, "--plot", "epochs.png"]) == 0
     assert mark in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    assert [entry["stamp"] for entry in json.loads(capsys.readouterr().out)] == [mark]
+    assert main(["drift", str(tmp_path / "x"), "--plot", "drift.png"]) == 0
+    assert [figure.get_suptitle() for figure in drawn] == [mark, mark]
     assert main(["report", str(tmp_path / "x"), "--files", str(tmp_path / "files")]) == 0
     assert (tmp_path / "files/results.csv").read_text().splitlines()[1].startswith(mark)
     assert (tmp_path / "files/settings.csv").read_text().startswith("setting")

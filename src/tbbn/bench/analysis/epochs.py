@@ -28,6 +28,7 @@ from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.record import Record
 from tbbn.bench.methods import Method
 from tbbn.bench.models import Network
+from tbbn.bench.report.groups import stamp
 from tbbn.bench.report.tables import Table
 from tbbn.errors import UserError
 
@@ -173,7 +174,8 @@ def kept_json(records: Mapping[str, Record]) -> list[dict[str, Any]]:
     for name, record in records.items():
         config = record.run_config
         kept = [{"task": t, "phase": phase, "epoch": epoch} for (t, phase), epoch in record.kept_epochs().items()]
-        entries.append({"directory": name, "run": config.label, "seed": config.seed, "kept": kept})
+        about = {"directory": name, "run": config.label, "seed": config.seed, "stamp": stamp([config]).strip()}
+        entries.append({**about, "kept": kept})
     return entries
 
 

@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tbbn.bench.analysis.drift import LayerDrift
 from tbbn.bench.analysis.epochs import RULES, EpochScore, kept_by
-from tbbn.bench.report.figures import COLOURS, MARKERS, literal, new_figure, save_figure
+from tbbn.bench.report.figures import COLOURS, MARKERS, literal, new_figure, save_figure, wrapped
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def epochs_figure(scores: Mapping[str, Sequence[Sequence[EpochScore]]], path: str | Path) -> Path:
+def epochs_figure(scores: Mapping[str, Sequence[Sequence[EpochScore]]], path: str | Path, stamp: str = "") -> Path:
     """Accuracy on past and new tasks after every epoch, with one panel per run name for all its seeds."""
     figure = new_figure(8.0, 0.6 + 3.0 * len(scores))
     panels = figure.subplots(len(scores), 1, squeeze=False, sharey=True).flatten()
@@ -26,6 +29,13 @@ def epochs_figure(scores: Mapping[str, Sequence[Sequence[EpochScore]]], path: st
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, fontsize=8, ncols=len(labels), loc="outside lower center")
     panels[-1].set_xlabel("epochs, task after task; marks: mean over all tasks at the kept epoch")
+    return _stamped(figure, path, stamp)
+
+
+def _stamped(figure: Figure, path: str | Path, stamp: str) -> Path:
+    """Save the figure; its title says if runs trained only part of their epochs or tasks."""
+    if stamp:
+        figure.suptitle(wrapped(stamp, 80), fontsize=10)
     return save_figure(figure, path)
 
 
@@ -50,7 +60,9 @@ def _draw_epochs(axes: Any, seeds: Sequence[Sequence[EpochScore]]) -> None:
             axes.axvline(place + 0.5, color="grey", linewidth=0.5, linestyle=line)
 
 
-def drift_figure(labels: Sequence[str], drifts: Sequence[Sequence[LayerDrift]], path: str | Path) -> Path:
+def drift_figure(
+    labels: Sequence[str], drifts: Sequence[Sequence[LayerDrift]], path: str | Path, stamp: str = ""
+) -> Path:
     """Distance of the running mean from the balanced population's, and the newest task's weight in it, layer by layer."""
     figure = new_figure(8.0, 3.4 + 0.2 * -(-len(labels) // 3))
     left, right = figure.subplots(1, 2)
@@ -71,4 +83,4 @@ def drift_figure(labels: Sequence[str], drifts: Sequence[Sequence[LayerDrift]], 
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     figure.legend(frameon=False, fontsize=8, ncols=3, loc="outside lower center")
-    return save_figure(figure, path)
+    return _stamped(figure, path, stamp)

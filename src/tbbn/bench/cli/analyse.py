@@ -120,24 +120,33 @@ def _drift(args: argparse.Namespace) -> int:
     if len({tuple(layer.layer for layer in layers) for layers in found}) > 1:
         raise UserError("drift: these runs have different layers; compare runs of the same backbone.")
     labels = _labels(folders)
-    picture = drift_figure(labels, found, args.plot) if args.plot else None
+    configs = _configs_of(folders)
+    picture = drift_figure(labels, found, args.plot, _stamp(configs)) if args.plot else None
     if args.json:
-        entries = [{"directory": str(f), "layers": list(map(asdict, d))} for f, d in zip(folders, found, strict=True)]
+        entries = [
+            {"directory": str(folder), "stamp": _stamp([config]), "layers": list(map(asdict, layers))}
+            for folder, config, layers in zip(folders, configs, found, strict=True)
+        ]
         print(json.dumps(entries, indent=1))
     else:
-        _print(drift_table(labels, found), _configs_of(folders), args.format)
+        _print(drift_table(labels, found), configs, args.format)
     return _say(picture)
 
 
-def _print(table: Table, configs: Iterable[RunConfig], form: str) -> None:
-    """Print a table; its first note says if runs trained only part of their epochs or tasks."""
+def _stamp(configs: Iterable[RunConfig]) -> str:
     from tbbn.bench.report.groups import stamp
 
-    mark = stamp(configs).strip()
-    print((replace(table, notes=(mark, *table.notes)) if mark else table).render(form))
+    return stamp(configs).strip()
 
 
-def _configs_of(folders: Iterable[Path]) -> list[RunConfig]:
+def _print(table: Table, configs: Iterable[RunConfig], form: str) -> None:
+    """Print a table; its first note, in CSV a column, says if runs trained only part of their epochs or tasks."""
+    if mark := _stamp(configs):
+        table = table.with_column(mark) if form == "csv" else replace(table, notes=(mark, *table.notes))
+    print(table.render(form))
+
+
+def _configs_of(folders: Sequence[Path]) -> list[RunConfig]:
     from tbbn.bench.runs.record import load_record
 
     return [load_record(folder).run_config for folder in folders]
@@ -159,10 +168,15 @@ def _slots(args: argparse.Namespace) -> int:
     folders = run_folders(args.runs)
     task = None if args.task is None else args.task - 1
     found = [slots(run_after(folder, task, args.root), args.batches) for folder in in_turn(folders, "slots")]
+    configs = _configs_of(folders)
     if args.json:
-        print(json.dumps([{"directory": str(f), **asdict(s)} for f, s in zip(folders, found, strict=True)], indent=1))
+        entries = [
+            {"directory": str(folder), "stamp": _stamp([config]), **asdict(seen)}
+            for folder, config, seen in zip(folders, configs, found, strict=True)
+        ]
+        print(json.dumps(entries, indent=1))
     else:
-        _print(slots_table(_labels(folders), found), _configs_of(folders), args.format)
+        _print(slots_table(_labels(folders), found), configs, args.format)
     return 0
 
 
@@ -192,12 +206,14 @@ def _epochs(args: argparse.Namespace) -> int:
             progress.start(run)
             found = score_epochs(run.config, on_event=lambda event, run=run: progress.event(run, event))  # type: ignore[misc]
             scores.setdefault(run.config.label, []).append(found)
-            entries.append({"run": run.config.label, "seed": run.config.seed, "epochs": list(map(asdict, found))})
-    picture = epochs_figure(scores, args.plot) if args.plot else None
+            about = {"run": run.config.label, "seed": run.config.seed, "stamp": _stamp([run.config])}
+            entries.append({**about, "epochs": list(map(asdict, found))})
+    configs = [run.config for run in runs]
+    picture = epochs_figure(scores, args.plot, _stamp(configs)) if args.plot else None
     if args.json:
         print(json.dumps(entries, indent=1))
     else:
-        _print(rules_table(scores), [run.config for run in runs], args.format)
+        _print(rules_table(scores), configs, args.format)
     return _say(picture)
 
 

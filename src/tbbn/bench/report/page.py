@@ -158,13 +158,7 @@ def write_files(shown: Page, folder: Path) -> list[Path]:
             for suffix in ("tex", "csv"):
                 folder.mkdir(parents=True, exist_ok=True)
                 stamped = suffix == "csv" and shown.stamp and table.caption.startswith(shown.stamp)
-                own = _with_column(table, shown.stamp.strip()) if stamped else table
+                own = table.with_column(shown.stamp.strip()) if stamped else table
                 write_atomic(folder / f"{name}.{suffix}", (own.render(suffix) + "\n").encode())
                 written.append(folder / f"{name}.{suffix}")
     return written
-
-
-def _with_column(table: Table, mark: str) -> Table:
-    """The table with the stamp in every row: CSV has no caption that could carry it."""
-    rows = tuple((mark, *row) for row in table.rows)
-    return replace(table, header=("runs", *table.header), rows=rows, align="l" + table.align)

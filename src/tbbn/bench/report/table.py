@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tbbn.bench.report import latex
 from tbbn.errors import printable, unknown_name
@@ -45,6 +45,11 @@ class Table:
         if form not in FORMATS:
             raise unknown_name("format", form, FORMATS)
         return {"text": self._text, "md": self._markdown, "csv": self._csv, "latex": self._latex}[form]()
+
+    def with_column(self, mark: str) -> Table:
+        """The table with the stamp in every row: CSV has no caption or note that could carry it."""
+        rows = tuple((mark, *row) for row in self.rows)
+        return replace(self, header=("runs", *self.header), rows=rows, align="l" + self.align)
 
     def _text(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
