@@ -291,4 +291,4 @@ def test_the_figure_of_scaled_runs_says_so_over_all_panels(methods: tuple[str, .
 def test_long_titles_are_broken_into_lines() -> None:
     (axes,) = figure([record(UP, data__name="x" * 1000)]).axes
     lines = axes.get_title().splitlines()
-    assert len(lines) == 3 and max(map(len, lines)) < 70 and lines[-1].endswith("...")
+    assert len(lines) == 4 and max(map(len, lines)) < 70 and lines[-1].endswith("...")

@@ -354,6 +354,18 @@ def test_blocks_with_other_settings_have_a_column_for_them() -> None:
     assert table.bold == {(1, 4)}
 
 
+def test_the_network_is_in_every_label_where_it_differs() -> None:
+    # Also where another setting tells the runs apart.
+    runs = [record(A), record(B, data__tasks=3, backbone="resnet20"), record(A, method__name="er")]
+    assert labels(runs) == [
+        "ft + bn [data.tasks=2, backbone=small]",
+        "ft + bn [data.tasks=3, backbone=resnet20]",
+        "er + bn [data.tasks=2, backbone=small]",
+    ]
+    assert labels([runs[0], runs[2]]) == ["ft + bn", "er + bn"]
+    assert labels([record(A), record(A, data__name="cifar10")]) == ["ft + bn [digits]", "ft + bn [cifar10]"]
+
+
 def test_protocol_and_kept_epoch_are_in_every_label_where_they_differ() -> None:
     paper = record(A, protocol="paper", method__name="er", train__keep="best", data__validation=0.1)
     runs = [record(A, protocol="clean"), paper, record(A, protocol="clean", seed=1)]

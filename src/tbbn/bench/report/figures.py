@@ -80,7 +80,7 @@ def figure_of(panels: Sequence[Panel], title: str = "") -> Figure:
     grid = figure.subplots(lines, columns, squeeze=False, height_ratios=heights or None).flatten()
     for axes, panel in zip(grid, panels, strict=False):
         panel.draw(axes)
-        axes.set_title(wrapped(panel.title, round(11 * panel.width)), fontsize=9)
+        axes.set_title(wrapped(panel.title, round(11 * panel.width), lines=4), fontsize=9)
     for axes in grid[len(panels) :]:
         axes.axis("off")
     if not panels:
@@ -146,10 +146,10 @@ def literal(text: str) -> str:
     return "\u200b" * text.startswith("_") + printable(text).replace("$", r"\$")
 
 
-def wrapped(text: str, width: int) -> str:
-    """Wrap text to at most three lines of this many characters, each escaped by :func:`literal`."""
-    lines = textwrap.wrap(printable(text), width, max_lines=3, placeholder=" ...", break_on_hyphens=False)
-    return "\n".join(map(literal, lines))
+def wrapped(text: str, width: int, lines: int = 3) -> str:
+    """Wrap text to at most so many lines of this many characters, each escaped by :func:`literal`."""
+    made = textwrap.wrap(printable(text), width, max_lines=lines, placeholder=" ...", break_on_hyphens=False)
+    return "\n".join(map(literal, made))
 
 
 class Look:

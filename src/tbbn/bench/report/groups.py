@@ -127,11 +127,12 @@ def _without_norm(config: RunConfig) -> RunConfig:
 
 
 def _scenario_settings(configs: Sequence[RunConfig]) -> list[str]:
-    """Settings that every label must show if they differ between runs: data set, scenario, protocol, which epoch is kept."""
+    """Settings that every label must show if they differ: data set, scenario, protocol, which epoch is kept, network."""
     names = dict.fromkeys(config.data.name for config in configs)
     chosen = ["data.name"] if len(names) > 1 else []
     trees = [flatten(to_dict(config)) for config in configs]
-    for key in ("data.tasks", "data.base_classes", "data.stop_after", "data.online", "protocol", "train.keep"):
+    scenario = ("data.tasks", "data.base_classes", "data.stop_after", "data.online")
+    for key in (*scenario, "protocol", "train.keep", "backbone"):
         if any(len({tree[key] for tree in trees if tree["data.name"] == name}) > 1 for name in names):
             chosen.append(key)
     return chosen
