@@ -33,6 +33,31 @@ def run_of(norm: str, seed: int, value: float, **settings: Any) -> Record:
     return record
 
 
+def notes(records: list[Record], **options: Any) -> list[str]:
+    return [note for note in compare(TABLE1, records, **options).notes if "other settings" in note]
+
+
+def test_finished_runs_with_other_settings_are_named_beside_rows_without_runs() -> None:
+    part = [run_of(norm, seed, 0.5, **{"train.scale": 0.1}) for norm in ("bn", "tbbn") for seed in (0, 1)]
+    said = compare(TABLE1, part).notes
+    assert "No finished run of this table was found." in said
+    assert said[-1] == "Finished runs with other settings, not shown: 4 with train.scale = 0.1."
+    assert notes(part, settings={"train.scale": 0.1}) == [], "asked for"
+    assert notes(part, missing=False) == [], "on a page of many runs"
+    whole, last = run_of("bn", 0, 0.5), run_of("bn", 0, 0.5, **{"train.keep": "last", "train.scale": 0.1})
+    assert notes([whole, *part, last]) == ["Finished runs with other settings, not shown: 2 with train.scale = 0.1."], (
+        "batch norm has a run"
+    )
+    assert notes([whole, *part], rows=[("ft", "bn")]) == []
+    small = {"data.name": "digits", "data.tasks": 2, "backbone": "small"}
+    far = {"train.keep": "last", "train.scale": 0.1, "backbone": "resnet20", "train.epochs": 7}
+    assert notes([*part, run_of("gn", 0, 0.5, **small), run_of("tbbn", 3, 0.5, **far)]) == [
+        "Finished runs with other settings, not shown: 4 with train.scale = 0.1; 1 with data.name = digits; "
+        "1 with backbone = resnet20, train.epochs = 7, train.keep = last and more."
+    ]
+    assert notes([replace(record, status="failed") for record in part]) == []
+
+
 def cells(records: list[Record], label: str, **settings: Any) -> tuple[str, ...]:
     return next(row[1:5] for row in compare(TABLE1, records, settings).rows if row[0] == label)
 

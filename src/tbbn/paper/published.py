@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -181,6 +182,7 @@ def compare(
     configs = {group.config for group in in_rows}
     of_table = [r for r in records if r.status == "finished" and without_seed(r.run_config) in configs]
     notes += repeated_note(of_table, in_rows) if in_rows else ["No finished run of this table was found."]
+    notes += left_out(table, records, settings, found) if missing else []
     others = [replace(record, status="finished") for record in records if record.status != "finished"]
     n_others = sum(len(g.runs) for of_row in members(table, others, settings, rows=rows).values() for g in of_row)
     if n_others:
@@ -228,11 +230,35 @@ def members(
     trees = [_tree(group.config) for group in finished]
     found: dict[Key, list[Group]] = {}
     for key in recipe if rows is None else rows:
-        wanted = _tree(_config([*table.layers()[0], ("settings", settings or {})], *key))
-        asked = {n for n in wanted if n.startswith(_IDENTITY) or (n in (settings or {}) and n not in _SEEDS)}
-        own = [g for g, tree in zip(finished, trees, strict=True) if all(tree.get(n) == wanted[n] for n in asked)]
+        asked = _asked(table, key, settings or {})
+        own = [g for g, tree in zip(finished, trees, strict=True) if all(tree.get(n) == asked[n] for n in asked)]
         found[key] = sorted(own, key=lambda group: len(_departures(recipe[key], group.config)))
     return found
+
+
+def _asked(table: PaperTable, key: Key, settings: Values) -> dict[str, Any]:
+    """The settings that a run must have to belong to a row."""
+    wanted = _tree(_config([*table.layers()[0], ("settings", settings)], *key))
+    return {n: v for n, v in wanted.items() if n.startswith(_IDENTITY) or (n in settings and n not in _SEEDS)}
+
+
+def left_out(
+    table: PaperTable, records: Sequence[Record], settings: Values | None, found: dict[Key, list[Group]]
+) -> list[str]:
+    """A note on finished runs of rows without any, with the settings for which they are not shown; empty if there are none."""
+    empty = [_asked(table, key, settings or {}) for key, of_row in found.items() if not of_row]
+    shown = {group.config for of_row in found.values() for group in of_row}
+    kinds = Counter[str]()
+    for group in groups([record for record in _of_seeds(records, settings) if record.status == "finished"]):
+        tree = _tree(group.config)
+        rows = [a for a in empty if all(a[n] == tree[n] for n in ("method.name", "norm.name"))]
+        if rows and group.config not in shown:
+            differ = min(([n for n in a if tree.get(n) != a[n]] for a in rows), key=len)
+            names = ["data.name"] if "data.name" in differ else differ[:3]  # another data set has everything else
+            more = " and more" if len(differ) > len(names) == 3 else ""
+            kinds[", ".join(f"{n} = {tree.get(n, '-')}" for n in names) + more] += len(group.finished)
+    said = "; ".join(f"{n} with {kind}" for kind, n in kinds.most_common(3)) + "; ..." * (len(kinds) > 3)
+    return [f"Finished runs with other settings, not shown: {said}."] * bool(kinds)
 
 
 def _of_seeds(records: Sequence[Record], settings: Values | None) -> list[Record]:

@@ -157,6 +157,9 @@ def test_figures_of_runs_print_the_numbers_they_draw(
     assert path.name == "fig-errors.svg"
     nothing = mistake(capsys, "reproduce", "fig-errors", "--scale", "0.5", "--from", "runs")
     assert "fig-errors: none of these is a finished run of Table 1: fine-tuning" in nothing
+    assert "requested settings. Finished runs with other settings, not shown: 4 with data.name = synthetic:" in nothing
+    assert main(("reproduce", "table1", *SETTINGS, "--scale", "0.5", "--from", "runs")) == 0
+    assert "not shown: 4 with train.scale = 0.0125.\n" in capsys.readouterr().out
     records = {norm: [load_record(f) for f in path.parent.glob(f"ft-{norm}-*")] for norm in ("bn", "tbbn")}
     for norm, of_seeds in records.items():
         (row,) = (line.split() for line in said.out.splitlines() if line.startswith(f"ft + {norm} "))

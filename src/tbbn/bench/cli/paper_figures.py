@@ -64,12 +64,13 @@ def of_runs(
     from tbbn.bench.report.errors import errors_table
     from tbbn.bench.report.groups import groups, stamp
     from tbbn.bench.report.plots import figure
-    from tbbn.paper.published import departures_note, members, with_recipe
+    from tbbn.paper.published import departures_note, left_out, members, with_recipe
 
     in_rows = members(table, records, given, rows=rows)
     finished = [record for of_row in in_rows.values() for group in of_row for record in group.records]
     if not finished:
-        raise UserError(f"{name}: none of these is a finished run of {table.title} with the requested settings.")
+        said = f"{name}: none of these is a finished run of {table.title} with the requested settings."
+        raise UserError(" ".join([said, *left_out(table, records, given, in_rows)]))
     found = groups(finished)
     kind, numbers = ("accuracy", curves_table(found)) if name == "fig-curves" else ("errors", errors_table(found))
     caption = f"{stamp(group.config for group in found)}{table.title}. {numbers.caption}"
