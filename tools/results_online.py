@@ -42,7 +42,12 @@ OURS = {
 
 def _ours(records: list[Any]) -> str:
     """A line on each norm that ran and is not the paper's."""
-    return "".join(f"\n- `{norm}`: not in the paper's table. {text}" for norm, text in OURS.items() if norm in by_norm(records)) + "\n"
+    return (
+        "".join(
+            f"\n- `{norm}`: not in the paper's table. {text}" for norm, text in OURS.items() if norm in by_norm(records)
+        )
+        + "\n"
+    )
 
 
 def task_known(record: Any) -> float:
