@@ -158,6 +158,8 @@ PHASES = "def phases(self, context):\n        from tbbn.bench.methods import Pha
          r"loss reads previous\.logits, which needs the line needs_previous = True in the class"),
         (RETURN, f"kd = previous and sum(x.sum() for x in [0] if previous.features is x)\n        {RETURN}",
          r"loss reads previous\.features, which needs"),
+        (RETURN, f"{RETURN} | {{'s': sum(x.mean() for x in output.stages)}}",
+         r"loss reads output\.stages, which needs the line needs_stages = True in the class"),
         (RETURN, RETURN.replace('"ce"', '"total"'), "loss must name its terms with other texts than .*total, .*'total'"),
         (RETURN, f"{RETURN}\n    def __init__(self): ...", "its fields are its options, so it takes no __init__ of its own"),
         ('= field(default=2.0, metadata={"help": "softens the logits"})', "", "its option 'temperature' needs a default"),
@@ -328,6 +330,94 @@ def test_a_loss_may_pass_the_previous_output_on(capsys: Capture) -> None:
     )
     Path("mine.py").write_text(text)
     assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "sum(x.mean() for x in {})",
+        "list(zip({0}, {0}))",
+        "[*{}]",
+        "{}[0]",
+        "{}[:2]",
+        "len({})",
+        "0 if {} else 1",
+        "{} + ()",
+    ],
+)
+@pytest.mark.parametrize("backbone", ["tiny", "small"])
+def test_a_loss_that_passes_its_output_on_may_not_use_stages_without_saying_so(
+    use: str, backbone: str, capsys: Capture
+) -> None:
+    write(RETURN, f"_use(output)\n        {RETURN}")
+    text = Path("mine.py").read_text() + f"\n\ndef _use(output):\n    return {use.format('output.stages')}\n"
+    Path("mine.py").write_text(text)
+    words = [word if word != "tiny" else backbone for word in WORDS]
+    error = mistake(capsys, "run", *words, "--plugin", "mine.py", "--quiet")
+    line = len(text.splitlines())
+    assert re.match(
+        rf"tbbn: method 'tempered' of mine\.py \w{{12}}, mine\.py line {line}: loss uses stages, which needs the line ",
+        error,
+    ), error
+    if backbone == "small":
+        Path("mine.py").write_text(text.replace(f"    {LOSS}", f"    needs_stages = True\n\n    {LOSS}"))
+        assert main(["run", *words, "--plugin", "mine.py", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (
+            "after_task(self, context):\n        [*context.outputs(context.task.train).stages]",
+            "the output of context.outp",
+        ),
+        (
+            "predict(self, output):\n        return output.logits + len(output.stages)",
+            "stages are used, but the backbone",
+        ),
+    ],
+)
+def test_stages_that_are_not_there_are_an_error_in_every_function(function: str, wanted: str, capsys: Capture) -> None:
+    write(f"    {LOSS}", f"    def {function}\n\n    {LOSS}")
+    error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
+    assert re.match(f"tbbn: method 'tempered' {MINE}: {wanted}", error), error
+
+
+def test_previous_read_in_the_first_task_is_said_to_be_none(capsys: Capture) -> None:
+    write(RETURN, f"kd = previous.logits.mean()\n        {RETURN}")
+    text = Path("mine.py").read_text().replace(f"    {LOSS}", f"    needs_previous = True\n\n    {LOSS}")
+    Path("mine.py").write_text(text)
+    error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
+    wanted = "reads logits of previous, which is None in the first task; read it under: if previous is not None."
+    assert re.fullmatch(f"tbbn: method 'tempered' {MINE}: {wanted}", error), error
+
+
+@pytest.mark.parametrize("read", ["(None).logits_of_old", "(None if previous is None else batch.labels).bias"])
+def test_another_missing_attribute_in_the_first_task_stays_what_it_is(read: str, capsys: Capture) -> None:
+    write(RETURN, f"{read}\n        {RETURN}")
+    assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 1
+    assert "AttributeError: 'NoneType' object has no attribute" in capsys.readouterr().err
+
+
+def test_a_mean_over_no_memory_rows_is_explained(capsys: Capture) -> None:
+    write(RETURN, f"{RETURN} | {{'mem': output.logits[batch.memory].mean()}}")
+    words = ["run", *WORDS, "--plugin", "mine.py", "--quiet", "--name"]
+    assert main([*words, "mine"]) == 3
+    wanted = (
+        "; if the loss takes a mean over batch.memory: it is empty in the first task, and a mean over no rows is nan"
+    )
+    assert load_record("runs/mine").message.endswith(wanted)
+    # The same in a later task, where a method without a memory gets none either.
+    text = Path("mine.py").read_text().replace(f"    {LOSS}", f"    uses_memory = False\n\n    {LOSS}")
+    Path("mine.py").write_text(text.replace("batch.memory]", "batch.memory if batch.n_old_classes else batch.current]"))
+    assert main([*words, "without"]) == 3
+    message = load_record("runs/without").message
+    assert "task 2" in message and "if the loss takes a mean over batch.memory: it is empty here, and" in message
+    # Weights that overflow make the loss nan, too, but not in the first step.
+    Path("mine.py").write_text(CODE)
+    assert main([*words, "overflow", "--train.lr", "1e30"]) == 3
+    message = load_record("runs/overflow").message
+    assert "nan" in message and "batch.memory" not in message
 
 
 def test_an_option_of_a_norm_that_has_no_default_must_be_given(capsys: Capture) -> None:

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tbbn.bench.models import CosineHead, Head, LinearHead, Network, ProxyHead, backbone
+from tbbn.bench.models.adapter import adapt
 from tbbn.errors import UserError
 
 HEADS = [LinearHead, CosineHead, ProxyHead]
@@ -169,3 +170,13 @@ def test_the_whole_forward_is_one_graph(kind: type[Head]) -> None:
     out, expected = traced(images()), net(images())
     torch.testing.assert_close(out.logits, expected.logits)
     assert list(out.state) == ["a.b"]
+
+
+def test_the_whole_forward_of_a_backbone_without_stages_is_one_graph() -> None:
+    body = adapt("flat", nn.Sequential(nn.Flatten(), nn.Linear(images()[0].numel(), 4)), tuple(images().shape[1:]))
+    net = Network(body, LinearHead(4)).eval()
+    net.grow(2)
+    out = torch.compile(net, backend="eager", fullgraph=True)(images())
+    torch.testing.assert_close(out.logits, net(images()).logits)
+    with pytest.raises(UserError, match=r"^stages are used, but the backbone returns features only; choose one that"):
+        list(out.stages)

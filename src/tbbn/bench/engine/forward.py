@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tbbn.bench.data.device import DeviceDataset, to_device
 from tbbn.bench.data.types import Batch
 from tbbn.bench.models import Network, Output
+from tbbn.bench.models.base import joined_stages
 from tbbn.nn import balance
 from tbbn.nn.sync import Counts
 
@@ -80,7 +81,7 @@ def _joined(first: Output, second: Output) -> Output:
     return Output(
         logits=torch.cat([first.logits, second.logits]),
         features=torch.cat([first.features, second.features]),
-        stages=tuple(torch.cat(pair) for pair in zip(first.stages, second.stages, strict=True)),
+        stages=joined_stages(first.stages, second.stages),
         similarity=similarity,
         task_sizes=first.task_sizes,
         state=first.state,

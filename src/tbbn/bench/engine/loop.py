@@ -57,6 +57,7 @@ from tbbn.bench.engine.torch_settings import torch_settings
 from tbbn.bench.methods import Phase
 from tbbn.bench.methods.contract import checked_phases
 from tbbn.bench.models import Network
+from tbbn.bench.models.base import MissingStages
 from tbbn.errors import UserError
 from tbbn.registry import METHODS
 
@@ -123,6 +124,8 @@ class Run:
                 yield event
                 if stopping:
                     return
+        except MissingStages as error:
+            raise UserError(f"{METHODS.place(self.config.method.name, error)}: {error}") from error
         except Diverged as error:
             self.record.status, self.record.message = "diverged", str(error)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -22,11 +22,15 @@ from tbbn.bench.engine.forward import TrainingForward, WorkingCopies, autocast
 from tbbn.bench.engine.ranks import Ranks
 from tbbn.bench.methods import Losses
 from tbbn.bench.models import Network, Output
+from tbbn.bench.models.base import no_stages
 from tbbn.errors import UserError
 from tbbn.nn.adab2n import penalties
 
 # Reserved names: the other keys of an epoch's entry in the history, and the engine's own terms.
 _TAKEN = ("task", "phase", "epoch", "lr", "validation", "norm", "total")
+
+_UNDECLARED = no_stages("loss uses stages, which needs the line needs_stages = True in the class.")
+_OF_AN_OUTPUT = (*Output.__dataclass_fields__, "heads")
 
 LossFunction = Callable[[Batch, Output, Output | None], Losses]
 
@@ -112,9 +116,18 @@ class Step:
             previous = None
             if self.teacher is not None:
                 with torch.no_grad():
-                    previous = self.share.whole(self.teacher(batch.images), stages=self.needs_stages)
-            output = self.share.whole(self._output(self.share.of(batch)), stages=self.needs_stages)
-            terms = self._checked(self.loss, self.loss(batch, output, previous))
+                    previous = self._whole(self.teacher(batch.images))
+            output = self._whole(self._output(self.share.of(batch)))
+            try:
+                made = self.loss(batch, output, previous)
+            except AttributeError as error:
+                if previous is not None or error.obj is not None or error.name not in _OF_AN_OUTPUT:
+                    raise
+                raise UserError(
+                    f"{self.place(error)}: reads {error.name} of previous, which is None in the first task"
+                    f"{'' if self.spec.past_tasks == 0 else ' and in this phase'}; read it under: if previous is not None."
+                ) from error
+            terms = self._checked(self.loss, made)
             of_norms = penalties(self.network) if self.has_penalty else []
             extra = torch.stack(of_norms).sum() if of_norms else None
         if not any(term.requires_grad for term in terms.values()):
@@ -135,6 +148,12 @@ class Step:
             call = self.working
         forward = self.forward if self.spec.has_layout else self.forward.mixed
         return forward(self.network, batch, call, self.share.counts)
+
+    def _whole(self, output: Output) -> Output:
+        """The output on the batches of all ranks, as the loss sees it."""
+        output = self.share.whole(output, stages=self.needs_stages)
+        # A single process has the stages anyway, but a loss that several ranks would refuse is refused there, too.
+        return output if self.needs_stages else replace(output, stages=_UNDECLARED)
 
     def _checked(self, function: Callable[..., Losses], terms: object) -> Losses:
         """What a function of the method returned, if it is what it should be."""
@@ -171,8 +190,17 @@ def read_totals(steps: Iterable[Step]) -> dict[str, float]:
 
 def describe_divergence(network: Network, steps: Iterable[Step], losses: dict[str, float]) -> str:
     """A description: the step since which the loss is not finite, its terms, and the largest gradient."""
-    bad = [int(step.finite_steps) + 1 for step in steps if not step.totals.isfinite().all()]
+    failed = {step: int(step.finite_steps) + 1 for step in steps if not step.totals.isfinite().all()}
+    bad = failed.values()
     since = f"step {min(bad)} of its batch layout" if bad else "a step"
     norms = {name: p.grad.norm().item() for name, p in network.named_parameters() if p.grad is not None}
     largest = max(norms, key=lambda name: norms[name] if math.isfinite(norms[name]) else math.inf, default="none")
-    return f"since {since}; loss {losses}; largest gradient in {largest} ({norms.get(largest, 0.0):.3g})"
+    found = f"since {since}; loss {losses}; largest gradient in {largest} ({norms.get(largest, 0.0):.3g})"
+    # With weights that are still finite, the likely cause is a mean over no rows, which is nan.
+    empty = [
+        step for step, first in failed.items() if first == 1 and not step.spec.n_memory and step.totals.isnan().any()
+    ]
+    if empty:
+        where = "here" if empty[0].spec.past_tasks else "in the first task"
+        found += f"; if the loss takes a mean over batch.memory: it is empty {where}, and a mean over no rows is nan"
+    return found

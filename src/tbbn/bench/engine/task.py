@@ -26,6 +26,7 @@ from tbbn.bench.engine.ranks import Ranks
 from tbbn.bench.engine.setup import ratio_of
 from tbbn.bench.methods import Method, TaskContext
 from tbbn.bench.models import Network, Output
+from tbbn.bench.models.base import no_stages
 
 T = TypeVar("T")
 
@@ -213,7 +214,7 @@ class EngineTaskContext(TaskContext):
         return Output(
             logits=self._joined([part.logits for part in parts], rows),
             features=self._joined([part.features for part in parts], rows),
-            stages=(),
+            stages=_FORWARD_ONLY,
             similarity=self._joined(similarities, rows) if similarities else None,
             task_sizes=parts[0].task_sizes,
             state=parts[0].state,
@@ -270,6 +271,11 @@ class EngineTaskContext(TaskContext):
         labels = self.labels(rows).cpu()
         memory.update(rows, labels, n_seen=self.n_classes, scores=scores, generator=self.generator(purpose))
         return memory
+
+
+_FORWARD_ONLY = no_stages(
+    "the output of context.outputs has no stages; context.forward on a batch of context.batches has."
+)
 
 
 def _without_stages(output: Output) -> Output:

@@ -82,7 +82,7 @@ class TaskContext(Protocol):
     def outputs(self, rows: Tensor, *, flip: bool = False) -> Output:
         """The network's output on training rows, or on their mirror images, in eval mode without augmentation or gradients.
 
-        ``stages`` is empty.
+        It has no stages.
         """
         ...
 

@@ -6,7 +6,7 @@ import difflib
 import dis
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cached_property, partial, partialmethod
 from types import CodeType, FunctionType
@@ -50,6 +50,7 @@ def check_class(name: str, kind: Any) -> None:
         raise UserError(f"{METHODS.place(name)}: its fields are its options, so it takes no __init__ of its own.")
     check_names(name, kind)
     _check_previous(name, kind)
+    _check_stages(name, kind)
 
 
 def check_names(name: str, kind: type[Method]) -> None:
@@ -78,12 +79,29 @@ def _check_previous(name: str, kind: type[Method]) -> None:
     if not isinstance(code, CodeType) or code.co_argcount < 4:
         return
     previous = code.co_varnames[3]  # after self, batch and output
-    attribute = _attribute_read(code, previous)
-    if attribute:
+    if attribute := next(_attributes_read(code, previous), None):
         raise UserError(
             f"{METHODS.place(name, kind.loss)}: loss reads {previous}.{attribute}, which needs the line "
             "needs_previous = True in the class; without it there is never a previous network."
         )
+
+
+def _check_stages(name: str, kind: type[Method]) -> None:
+    """Raise for a loss that reads stages without ``needs_stages``, now and not first in the second task.
+
+    The engine refuses the stages that other functions read, when they do.
+    """
+    code = getattr(kind.loss, "__code__", None)
+    if any("needs_stages" in vars(base) for base in kind.__mro__ if base is not Method) or not isinstance(
+        code, CodeType
+    ):
+        return
+    for output in code.co_varnames[2 : code.co_argcount]:
+        if "stages" in _attributes_read(code, output):
+            raise UserError(
+                f"{METHODS.place(name, kind.loss)}: loss reads {output}.stages, which needs the line needs_stages = True in "
+                "the class."
+            )
 
 
 def check_signatures(name: str, method: Method) -> None:
@@ -162,14 +180,15 @@ def _texts(code: CodeType) -> Iterable[str]:
             yield value
 
 
-def _attribute_read(code: CodeType, variable: str) -> str | None:
-    """The first attribute of a variable that a function reads, in itself or in a function inside it."""
+def _attributes_read(code: CodeType, variable: str) -> Iterator[str]:
+    """The attributes of a variable that a function reads, in itself or in a function inside it."""
     loaded = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and loaded == variable:
-            return str(step.argval)
+            yield str(step.argval)
         # Python 3.13 loads two variables in one step.
         names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
         loaded = names[-1] if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
-    inner = (_attribute_read(value, variable) for value in code.co_consts if isinstance(value, CodeType))
-    return next(filter(None, inner), None)
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _attributes_read(value, variable)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+
+from tbbn.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,39 @@ class Features:
 
     pooled: Tensor
     stages: tuple[Tensor, ...]
+
+
+class MissingStages(UserError):
+    """A method used stages that it was not given. The engine adds the method's name and line."""
+
+
+class _NoStages:
+    """Stands where there are no stages. An empty tuple would make every distillation of them zero, without a word."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise MissingStages(self.reason)
+
+    __len__ = __iter__ = __getitem__ = __contains__ = __reversed__ = __add__ = __radd__ = _refuse
+
+
+def no_stages(reason: str) -> tuple[Tensor, ...]:
+    """A value for ``stages`` where there are none: using it raises :class:`MissingStages` with this sentence."""
+    return cast(Any, _NoStages(reason))
+
+
+def joined_stages(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The stages of a batch from those of its two parts."""
+    if isinstance(first, _NoStages):
+        return first
+    return tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
+
+
+FEATURES_ONLY = no_stages(
+    "stages are used, but the backbone returns features only; choose one that returns its stages."
+)
 
 
 class Backbone(nn.Module):

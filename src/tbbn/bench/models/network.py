@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tbbn.bench.models.base import Backbone, Features
+from tbbn.bench.models.base import FEATURES_ONLY, Backbone, Features
 from tbbn.bench.models.heads import Head
 from tbbn.errors import UserError, unknown_name
 
@@ -18,8 +18,9 @@ from tbbn.errors import UserError, unknown_name
 class Output:
     """Everything that a loss or a prediction may use, for a batch of N images.
 
-    `logits` is (N, classes), `features` (N, D), `stages` the backbone's maps before their ReLU. `similarity`
-    (N, classes) is the score that the head scales into logits, if any; `state` holds the tensors that the method remembers.
+    `logits` is (N, classes), `features` (N, D), `stages` the backbone's maps before their ReLU; to use them where there are
+    none is an error. `similarity` (N, classes) is the score that the head scales into logits, if any; `state` holds the tensors
+    that the method remembers.
     """
 
     logits: Tensor
@@ -79,7 +80,8 @@ class Network(nn.Module):
     def classify(self, features: Features) -> Output:
         """The rest of the forward, from the features to the output."""
         logits, similarity = self.head.scores(features.pooled)
-        return Output(logits, features.pooled, features.stages, similarity, self.task_sizes, self.state)
+        stages = features.stages or FEATURES_ONLY
+        return Output(logits, features.pooled, stages, similarity, self.task_sizes, self.state)
 
     def grow(self, n: int, generator: torch.Generator | None = None) -> None:
         """Add the classes of a new task to the head."""
