@@ -30,6 +30,10 @@ _loading: list[Origin] = []  # the plugin being imported
 _MODULE = re.compile(r"\w[\w-]*(\.\w+)*")
 
 
+class MissingPlugin(UserError):
+    """A plugin's file does not exist."""
+
+
 def load_plugin(plugin: str) -> Origin:
     """Import a plugin, given as a module name or a file (``./mine.py``), and return its origin with version or file hash.
 
@@ -131,7 +135,7 @@ def _file_origin(file: str) -> Origin:
     if path.is_dir():
         raise UserError(f"plugin {file}: is a folder; give a Python file such as ./mine.py, or a module's name.")
     if not path.is_file():
-        raise UserError(f"plugin {file}: no such file.")
+        raise MissingPlugin(f"plugin {file}: no such file{'' if path.is_absolute() else f' in {Path.cwd()}'}.")
     if path.suffix != ".py":
         raise UserError(f"plugin {file}: must be a Python file, with the ending .py.")
     try:

@@ -30,7 +30,7 @@ from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.files import FolderInUse
 from tbbn.bench.loggers import DEFAULT
 from tbbn.bench.runs.interrupt import stop_on_signal
-from tbbn.bench.runs.pending import PendingRun, finished_record
+from tbbn.bench.runs.pending import PendingRun, check_versions, finished_record
 from tbbn.bench.runs.record import load_or_restore
 from tbbn.bench.runs.saved import save_failure
 from tbbn.bench.runs.sweep import recipe_on_disk, run_all
@@ -209,6 +209,7 @@ def run_on(
     """:func:`tbbn.bench.runs.sweep.run_all` on a cluster, in bundles of ``lanes`` runs, at most ``workers`` bundles at a time."""
     runs = [PendingRun(run.config, run.directory.resolve()) for run in runs]
     done = {run: record for run in runs if (record := finished_record(run)) is not None}
+    check_versions(runs, done, resumes=not recipe)
     for run, record in done.items():
         if on_end is not None:
             on_end(run, record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,7 +138,8 @@ def test_a_file_does_the_same(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     capsys.readouterr()
     moved = (tmp_path / "mine.py").rename(tmp_path / "moved.py")
     with temporary(fresh=True):
-        assert "runs/filed: plugin mine.py: no such file." in mistake(capsys, "resume", "runs/filed")
+        wanted = f"tbbn: runs/filed: plugin mine.py: no such file in {tmp_path}; if the file is elsewhere, add --plugin PATH."
+        assert mistake(capsys, "resume", "runs/filed") == wanted
         assert main(["show", "runs/filed"]) == 0
         capsys.readouterr()
     moved.write_text(CODE + "# another\n")
@@ -158,8 +160,55 @@ def test_a_file_does_the_same(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     with temporary(fresh=True):
         words = ["run", *WORDS, "--plugin", "mine.py", "--name", "filed"]
         capsys.readouterr()
-        assert "the plugin mine.py has changed" in mistake(capsys, *words)
+        assert "runs/filed: is finished, but the plugin mine.py has changed since; to keep" in mistake(capsys, *words)
+        assert "This command would fail: runs/filed: is finished, but" in dry_run(capsys, *words)
+        assert main(["resume", "runs/filed"]) == 0, "nothing is left to train"
         assert main([*words, "--overwrite", "--quiet"]) == 0
+
+
+def dry_run(capsys: Capture, *words: str) -> str:
+    assert main([*words, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_sweep_is_resumed_elsewhere_only_with_the_place_of_its_plugin(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("mine.py").write_text(CODE)
+    assert main(["run", *WORDS, "--seeds", "2", "--plugin", "mine.py", "--name", "both", "--quiet"]) == 0
+    shutil.rmtree("runs/both/tempered-rms_power=0.4_-1")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    capsys.readouterr()
+    with temporary(fresh=True):
+        error = mistake(capsys, "resume", "../runs/both")
+        place = tmp_path / "elsewhere"
+        assert error == (
+            f"tbbn: ../runs/both: plugin mine.py: no such file in {place}; if the file is elsewhere, add --plugin PATH."
+        )
+        assert main(["resume", "../runs/both", "--plugin", "../mine.py", "--quiet"]) == 0
+
+
+def test_only_what_would_be_trained_needs_its_plugin_as_it_was(capsys: Capture) -> None:
+    Path("mine.py").write_text(CODE)
+    words = ["run", *TINY, "--plugin", "mine.py", "--method", "tempered,ft", "--norm", "rms,bn", "--name", "all"]
+    assert main([*words, "--quiet"]) == 0
+    Path("mine.py").write_text(CODE + "# another\n")
+    for lost, changed in (("tempered-bn-0", "method tempered"), ("ft-rms-0", "norm rms"), ("ft-bn-0", "")):
+        folder = Path("runs/all") / lost
+        folder.rename("lost")
+        capsys.readouterr()
+        with temporary(fresh=True):
+            assert "runs/all/tempered-rms-0: is finished, but the plugin mine.py has" in mistake(capsys, *words)
+            if changed:
+                error = mistake(capsys, "resume", "runs/all", "--quiet")
+                assert (
+                    error.startswith(f"tbbn: {folder}: {changed} has changed since runs/all/") and not folder.exists()
+                )
+                Path("lost").rename(folder)
+            else:
+                assert main(["resume", "runs/all", "--quiet"]) == 0
+                assert record(str(folder))["status"] == "finished"
 
 
 def test_a_recipe_names_its_plugins(tmp_path: Path, capsys: Capture) -> None:
@@ -192,12 +241,12 @@ def test_a_recipe_names_its_plugins(tmp_path: Path, capsys: Capture) -> None:
         ),
         (["doctor", "--plugin", "broken.py"], "plugin broken.py cannot be loaded"),
         (["data", "check", "x", "--plugin", "broken.py"], "plugin broken.py cannot be loaded"),
-        (["run", *TINY, "--plugin", "nothing.py"], "plugin nothing.py: no such file."),
+        (["run", *TINY, "--plugin", "nothing.py"], "plugin nothing.py: no such file in "),
         (["run", *TINY, "--plugin=nothing_here"], "plugin nothing_here: no such module; install it, or give a file"),
         (["run", *TINY, "--plugins", "nothing_here"], "plugin nothing_here: no such module"),
-        (["run", *TINY, "--plugins", "nothing.py"], "plugin nothing.py: no such file."),
-        (["sweep", *TINY, "--plugins", "nothing.py", "--dry-run"], "plugin nothing.py: no such file."),
-        (["run", "recipe.toml"], "plugin nothing.py: no such file."),
+        (["run", *TINY, "--plugins", "nothing.py"], "plugin nothing.py: no such file in "),
+        (["sweep", *TINY, "--plugins", "nothing.py", "--dry-run"], "plugin nothing.py: no such file in "),
+        (["run", "recipe.toml"], "plugin nothing.py: no such file in "),
         (["run", *TINY, "--plugin", "."], "plugin '.': must be a module's name or a Python file, such as ./mine.py."),
         (["run", *TINY, "--plugin", ".mine"], "plugin '.mine': must be a module's name or a Python file"),
         (

@@ -320,7 +320,7 @@ def about_the_sweep_there(runs: list[PendingRun], *, joins: bool = False) -> lis
 
 def _what_is_there(runs: list[PendingRun], overwrite: bool) -> str:
     """A sentence on the existing contents of these runs' folders."""
-    from tbbn.bench.runs.pending import check_folders, finished_record
+    from tbbn.bench.runs.pending import check_folders, check_versions, finished_record
     from tbbn.bench.runs.record import RECORD
 
     there = [run for run in runs if (run.directory / RECORD).exists()]
@@ -328,13 +328,14 @@ def _what_is_there(runs: list[PendingRun], overwrite: bool) -> str:
         check_folders(runs)
         if overwrite and there:
             return f"There are {len(there)} runs, which would be replaced."
-        finished = sum(finished_record(run) is not None for run in there)
+        done = {run: record for run in there if (record := finished_record(run)) is not None}
+        check_versions(runs, done, resumes=False)
     except UserError as error:
         return f"This command would fail: {error}"
     if not there:
         return "Nothing is there yet, and nothing was trained."
     return (
-        f"There are {finished} finished and {len(there) - finished} unfinished runs, which would be kept and resumed."
+        f"There are {len(done)} finished and {len(there) - len(done)} unfinished runs, which would be kept and resumed."
     )
 
 

@@ -10,7 +10,7 @@ from tbbn.bench.config.options import default_options
 from tbbn.bench.data.loading import base_names
 from tbbn.bench.data.sources.arrays import is_remembered
 from tbbn.errors import UserError
-from tbbn.plugins import load_plugin
+from tbbn.plugins import MissingPlugin, load_plugin
 from tbbn.registry import AUGMENTATIONS, BACKBONES, BUILT_IN, DATASETS, METHODS, NORMS, REGISTRIES, Registry
 
 _TABLES = {registry.kind: registry for registry in REGISTRIES}
@@ -27,9 +27,12 @@ def load_needed_plugins(config: RunConfig) -> None:
     for plugin in config.plugins:
         try:
             load_plugin(plugin)
-        except UserError:
-            if not all(name in registry for registry, name in _names(config)):
-                raise
+        except UserError as error:
+            if all(name in registry for registry, name in _names(config)):
+                continue
+            if isinstance(error, MissingPlugin):
+                raise MissingPlugin(f"{str(error)[:-1]}; if the file is elsewhere, add --plugin PATH.") from None
+            raise
 
 
 def used_plugins(config: RunConfig) -> list[dict[str, Any]]:
@@ -70,14 +73,22 @@ def require_plugins(config: RunConfig, recorded: Sequence[Mapping[str, Any]], wh
 
 def check_unchanged(config: RunConfig, recorded: Sequence[Mapping[str, Any]], where: str) -> None:
     """Refuse to resume a run if a plugin's file has changed: its results would belong to neither version."""
+    for plugin in changed_plugins(config, recorded):
+        raise UserError(
+            f"{where}: the plugin {plugin['name']} has changed since this run began; to resume it, restore the file; to "
+            "train anew, use tbbn run with --name, --out or --overwrite."
+        )
+
+
+def changed_plugins(config: RunConfig, recorded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The plugins of a run's record whose file has changed. One that is not loaded is unknown, and not among them."""
     now = {text: plugin.get("file_sha256") for plugin in used_plugins(config) for text in plugin["brings"]}
+    changed = []
     for plugin in recorded:
         here = [now.get(text) for text in plugin["brings"] if now.get(text)]
         if plugin.get("file_sha256") and here and here[0] != plugin["file_sha256"]:
-            raise UserError(
-                f"{where}: the plugin {plugin['name']} has changed since this run began; to resume it, restore the file; to "
-                "train anew, use tbbn run with --name, --out or --overwrite."
-            )
+            changed.append(plugin)
+    return changed
 
 
 def without_data(config: RunConfig) -> str:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tbbn.bench.config import PLACE, RunConfig, Values, flatten, read_toml, resolve, to_dict
-from tbbn.bench.engine.plugins import check_unchanged, load_needed_plugins, load_plugins, require_plugins
+from tbbn.bench.engine.plugins import (
+    changed_plugins,
+    check_unchanged,
+    load_needed_plugins,
+    load_plugins,
+    require_plugins,
+    used_plugins,
+)
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.validate import check
 from tbbn.bench.runs.recipe import RECIPE, Axes, Layer, check_number, check_sealed, parse_choice, read_recipe
 from tbbn.bench.runs.record import CONFIG, RECORD, can_be_restored, load_or_restore
 from tbbn.errors import UserError
+from tbbn.plugins import MissingPlugin
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,10 @@ def runs_of_sweeps(folder: Path) -> list[PendingRun]:
     for file in sorted(folder.rglob(RECIPE)):
         check_sealed(file)
         values, axes = read_recipe(file)
-        runs += expand([(str(file), values)], axes, file.parent, resumes=True)
+        try:
+            runs += expand([(str(file), values)], axes, file.parent, resumes=True)
+        except MissingPlugin as error:
+            raise UserError(f"{file.parent}: {error}") from error
     return runs
 
 
@@ -110,11 +121,34 @@ def finished_record(run: PendingRun) -> Record | None:
         raise UserError(
             f"{run.directory}: holds a run with another config ({changed}); use --name, --out or --overwrite."
         )
+    if record.status == "finished" and not can_be_restored(record, run.directory):
+        return record
     if record.status != "finished":
         require_plugins(run.config, record.plugins, str(run.directory))
     check_unchanged(run.config, record.plugins, str(run.directory))
-    is_done = record.status == "finished" and not can_be_restored(record, run.directory)
-    return record if is_done else None
+    return None
+
+
+def check_versions(runs: Sequence[PendingRun], done: Mapping[PendingRun, Record], *, resumes: bool) -> None:
+    """Raise if a plugin's file has changed since one of these runs finished, and its old results would be taken for new ones.
+
+    Whoever ``resumes`` runs wants the finished ones as they are. Otherwise somebody asked for them with the file as it is now.
+    """
+    for run, record in done.items():
+        changed = changed_plugins(run.config, record.plugins)
+        if changed and not resumes:
+            raise UserError(
+                f"{run.directory}: is finished, but the plugin {changed[0]['name']} has changed since; to keep it and do the "
+                "others, use tbbn resume; to train anew, use --name, --out or --overwrite."
+            )
+        old = {text for plugin in changed for text in plugin["brings"]}
+        for other in runs if old else ():
+            used = {text for plugin in used_plugins(other.config) for text in plugin["brings"]}
+            if other not in done and (shared := sorted(old & used)):
+                raise UserError(
+                    f"{other.directory}: {shared[0]} has changed since {run.directory} finished with it, and their results "
+                    "would be of two versions; restore the plugin's file, or use tbbn run with --name, --out or --overwrite."
+                )
 
 
 def resumed_config(directory: Path, record: Record) -> RunConfig:

@@ -14,7 +14,7 @@ from tbbn.bench.engine.record import Record, new_record
 from tbbn.bench.engine.setup import check_ranks
 from tbbn.bench.files import write_atomic
 from tbbn.bench.loggers import DEFAULT, make_loggers
-from tbbn.bench.runs.pending import PendingRun, finished_record
+from tbbn.bench.runs.pending import PendingRun, check_versions, finished_record
 from tbbn.bench.runs.recipe import RECIPE
 from tbbn.bench.runs.record import load_record
 from tbbn.bench.runs.saved import run_lanes_saved, run_saved, save_failure
@@ -37,10 +37,10 @@ def run_all(
 ) -> list[Record]:
     """Do the runs, ``lanes`` in parallel (None: as many as raise throughput); finished ones are read from disk.
 
-    The ``recipe`` of several runs is written to their folder, so that ``tbbn resume`` finds those that never started. A run
-    that fails does not stop the others; a user's mistake (:class:`UserError`) ends a sweep without lanes. When ``stop`` returns
-    True, the active runs save themselves and KeyboardInterrupt is raised. With several ``ranks``, which share each run, call this
-    on rank 0; the first failure then ends the sweep. ``log`` names the loggers.
+    The ``recipe`` of several runs is written to their folder, so that ``tbbn resume`` finds those that never started; without
+    one the runs are resumed. A run that fails does not stop the others; a user's mistake (:class:`UserError`) ends a sweep
+    without lanes. When ``stop`` returns True, the active runs save themselves and KeyboardInterrupt is raised. With several
+    ``ranks``, which share each run, call this on rank 0; the first failure then ends the sweep. ``log`` names the loggers.
     """
     if ranks.size > 1:
         if lanes is not None and lanes > 1:
@@ -50,6 +50,7 @@ def run_all(
             check_ranks(pending.config)
     make_loggers(log)  # raises before any training if a logger's package is missing
     records = {pending: r for pending in runs if not overwrite and (r := finished_record(pending)) is not None}
+    check_versions(runs, records, resumes=not recipe)
     todo = [pending for pending in runs if pending not in records]
     started: set[PendingRun] = set()
 
