@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commandline import Capture, mistake
+from commandline import TINY, Capture, mistake
 
 import tbbn
 from tbbn.bench.cli.main import main
@@ -129,4 +129,21 @@ def test_show_says_how_many_tasks_were_learnt(tmp_path: Path, capsys: Capture) -
     assert main(words) == 0
     capsys.readouterr()
     assert main(("show", str(tmp_path / "x"))) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "ft + bn, synthetic:4x12x4x8, seed 0: finished after 1 of 2 tasks"
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "ft + bn, synthetic:4x12x4x8, seed 0: finished after 1 of 2 tasks"
+    assert any(re.fullmatch(r"metric +value after 1 of 2 tasks  formula", line) for line in lines)
+
+
+def test_show_does_not_take_the_metrics_of_a_run_that_diverged_for_its_results(tmp_path: Path, capsys: Capture) -> None:
+    out = ("--out", str(tmp_path), "--name", "x", "--quiet")
+    assert main(["run", *TINY, *out, "--train.epochs", "3", "--train.first.lr", "0.1", "--train.lr", "1e30"]) == 3
+    capsys.readouterr()
+    for form, start in (
+        ("text", "metric"),
+        ("csv", "metric,value after 1 of 2 tasks"),
+        ("md", "| metric | value after 1 of "),
+    ):
+        assert main(["show", str(tmp_path / "x"), "--format", form]) == 0
+        first, *lines = capsys.readouterr().out.splitlines()
+        assert first.startswith("ft + bn, synthetic:4x12x4x8, seed 0: diverged after 1 of 2 tasks: the loss")
+        assert any(line.startswith(start) and "value after 1 of 2 tasks" in line for line in lines), form

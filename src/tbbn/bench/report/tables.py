@@ -151,10 +151,15 @@ def accuracy_table(record: Record) -> Table:
 
 
 def metrics_table(record: Record) -> Table:
-    """All metrics of one run with their formulas, and the error types after the last task."""
+    """All metrics of one run with their formulas, and the error types after the last task.
+
+    Those of a run that has not learnt all tasks are not its results, so their title says after how many they were taken.
+    """
+    learnt, n_tasks = len(record.accuracy), record.run_config.data.tasks
     rows = []
     for name, value in record.metrics.items():
         rows.append((SHORT[name], f"{100 * value:.2f} %", FORMULAS[name].rpartition(" = ")[2]))
     for kind, n in (record.errors or [{}])[-1].items():
         rows.append((kind, str(n), FORMULAS[kind]))
-    return Table(("metric", "value", "formula"), tuple(rows), align="lrl")
+    title = "value" if learnt == n_tasks else f"value after {learnt} of {n_tasks} tasks"
+    return Table(("metric", title, "formula"), tuple(rows), align="lrl")
