@@ -59,7 +59,10 @@ def oracle_table(data: str | None) -> PaperTable:
 
 def title(folder: Path) -> str:
     """The title of the experiment, from one of its runs."""
-    config = load_record(folder).run_config
+    return title_of(load_record(folder).run_config)
+
+
+def title_of(config: RunConfig) -> str:
     return f"{stamp([config])}Oracle experiment: {config.norm}, {config.data.name}, {config.backbone}, {config.data.tasks} tasks"
 
 

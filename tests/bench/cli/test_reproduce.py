@@ -220,6 +220,12 @@ def test_settings_choose_among_the_runs_of_the_oracle_experiment(
         assert "needs a finished run of ft" in mistake(capsys, *drawn, *choice)
 
 
+def test_the_oracle_experiment_on_other_data_is_announced_as_such(capsys: Capture) -> None:
+    assert main(["reproduce", "fig-oracle", "--data.name", "digits", "--dry-run", "--quiet"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("Oracle experiment: bn, digits, small, 5 tasks: 6 runs, 0 finished.\n")
+
+
 def test_a_quirk_must_be_for_one_of_the_rows(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = (
