@@ -88,7 +88,8 @@ def test_after_the_first_signal_runs_save_themselves_and_resume(
         assert main(words) == 130
     assert signal.getsignal(number) is handler
     said = capfd.readouterr()
-    assert "tbbn: stopping after this step and saving; press Ctrl-C again to quit now." in said.err
+    quits = {signal.SIGINT: "press Ctrl-C again to quit", signal.SIGTERM: "a second SIGTERM quits"}
+    assert f"tbbn: stopping after this step and saving; {quits.get(number, 'SIGTERM quits')} now.\n" in said.err
     assert "ft + bn, seed 0: interrupted\n" in said.err
     record = load_record(tmp_path / "x" / "ft-bn-0")
     assert record.status == "interrupted" and count in (4, 5)  # nothing was trained after that step

@@ -8,6 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+_QUITS = {
+    signal.SIGINT: b"press Ctrl-C again to quit",
+    signal.SIGTERM: b"a second SIGTERM quits",
+    signal.SIGHUP: b"SIGTERM quits",
+}
+
 
 @contextmanager
 def stop_on_signal(*, tell: bool = True) -> Iterator[Callable[[], bool]]:
@@ -29,7 +35,7 @@ def stop_on_signal(*, tell: bool = True) -> Iterator[Callable[[], bool]]:
             return
         # os.write, because the signal may have arrived in the middle of a print.
         with suppress(OSError):  # nobody may be reading
-            os.write(2, b"tbbn: stopping after this step and saving; press Ctrl-C again to quit now.\n")
+            os.write(2, b"tbbn: stopping after this step and saving; %s now.\n" % _QUITS[signal.Signals(number)])
 
     if threading.current_thread() is not threading.main_thread():  # Python handles signals only in the main thread
         yield lambda: False
