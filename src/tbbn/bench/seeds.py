@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
@@ -26,3 +30,24 @@ def derive(seed: int, *names: str | int) -> int:
 def generator(seed: int, *names: str | int) -> torch.Generator:
     """A CPU generator for the stream `names`; torch's CPU generator uses the low 32 bits of `derive`."""
     return torch.Generator().manual_seed(derive(seed, *names))
+
+
+@contextmanager
+def seeded_globals(device: torch.device, seed: int, *names: str | int) -> Iterator[None]:
+    """Seed the global generators of torch (on the CPU and the device), numpy and random inside the block; then restore them.
+
+    For code that is not ours: ``reset_parameters`` and much else draws from them.
+    """
+    derived = derive(seed, *names)
+    before, numpy_before = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(derived)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(derived)
+        random.seed(derived)
+        np.random.seed(derived % 2**32)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(numpy_before)  # noqa: NPY002

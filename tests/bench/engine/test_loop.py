@@ -21,8 +21,12 @@ from tbbn.bench.engine import EpochEnded, Event, Loading, Stepped, TaskEnded, lo
 from tbbn.bench.engine.loop import Run
 from tbbn.bench.engine.record import digest
 from tbbn.bench.engine.step import Step
+from tbbn.bench.methods import Phase, TaskContext
+from tbbn.bench.methods.ft import FineTune
 from tbbn.bench.runs.saved import run_saved
 from tbbn.errors import UserError
+from tbbn.plugins import temporary
+from tbbn.registry import METHODS
 
 
 def assert_same(one: Run, other: Run) -> None:
@@ -137,6 +141,37 @@ def test_a_run_neither_reads_nor_moves_any_global_random_state() -> None:
     for method in ("podnet", "bic", "balaug"):
         finish(tiny(method__name=method, batch__augment="strong", memory__selection="random", **SHORT.get(method, {})))
     assert global_states() == before
+
+
+class Restless(FineTune):
+    """Draws from every global generator where a context is at hand."""
+
+    def _draw(self, context: TaskContext) -> None:
+        for parameter in context.network.parameters():
+            torch.nn.init.uniform_(parameter, -0.1, 0.1)
+        with torch.no_grad():
+            next(context.network.parameters()).mul_(1 + random.random() + np.random.rand())  # noqa: NPY002
+
+    def phases(self, context: TaskContext) -> tuple[Phase, ...]:
+        return (Phase(lr=0.1 * torch.rand(()).item()),)
+
+    before_task = after_training = after_task = _draw
+
+
+def test_a_method_may_draw_from_global_generators_in_its_hooks(tmp_path: Path) -> None:
+    with temporary():
+        METHODS.register("restless", Restless)
+        config = tiny(method__name="restless")
+        before = global_states()
+        one = finish(config)
+        assert global_states() == before
+        noise()
+        assert_same(one, finish(config))
+        asked = iter(range(10**6))
+        assert run_saved(config, tmp_path / "a", stop=lambda: next(asked) > 9).status == "interrupted"
+        noise()
+        assert run_saved(config, tmp_path / "a").weights == one.record.weights
+        assert finish(tiny(method__name="restless", seed=1)).record.weights != one.record.weights
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_and_is_recorded(tmp_path: Path) -> None:

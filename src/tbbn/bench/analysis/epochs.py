@@ -104,11 +104,11 @@ def _ended(run: Run, task: Task) -> Network:
     context = replace(run.context(task), network=network)
     if run.config.data.online:  # the draw of the pass decides which rows are stored
         context.draw(context.phase_rows("replay"), method.phases(context)[0].name, 0)
-    method.after_training(context)
+    context.hook("after_training")
     if stores:
         if method.uses_memory:
             context.memory = context.updated_memory()
-        method.after_task(context)
+        context.hook("after_task")
     return network
 
 

@@ -142,18 +142,18 @@ class Run:
         is_resumed = self.position != Position(task.number)
         if not is_resumed:
             self.network.grow(len(task.classes), seeds.generator(self.config.seed, "head", task.number))
-            self.method.before_task(context)
-        phases = checked_phases(self.config.method.name, self.method, self.method.phases(context))
+            context.hook("before_task")
+        phases = checked_phases(self.config.method.name, self.method, context.hook("phases"))
         if is_resumed and self.config.data.online:
             # Draw the pass over the stream again, because the draw decides which rows are stored in the memory.
             context.draw(context.phase_rows("replay"), phases[0].name, 0)
         while self.position.phase < len(phases):
             yield from self._train_phase(context, phases[self.position.phase])
             self.position = Position(task.number, self.position.phase + 1)
-        self.method.after_training(context)
+        context.hook("after_training")
         if self.method.uses_memory:
             self.memory = context.memory = context.updated_memory()
-        self.method.after_task(context)
+        context.hook("after_task")
         # Ranks on different hardware may have rounded differently.
         self.ranks.copy_first([*self.network.state_dict().values(), self.memory.index, self.memory.labels])
         result = evaluate(task, self.config, self.scenario, self.method, self.network, self.test_data, self.ranks)

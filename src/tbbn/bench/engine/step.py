@@ -190,16 +190,14 @@ def read_totals(steps: Iterable[Step]) -> dict[str, float]:
 
 def describe_divergence(network: Network, steps: Iterable[Step], losses: dict[str, float]) -> str:
     """A description: the step since which the loss is not finite, its terms, and the largest gradient."""
-    failed = {step: int(step.finite_steps) + 1 for step in steps if not step.totals.isfinite().all()}
-    bad = failed.values()
+    failed = [(int(step.finite_steps) + 1, step) for step in steps if not step.totals.isfinite().all()]
+    bad = [first for first, _ in failed]
     since = f"step {min(bad)} of its batch layout" if bad else "a step"
     norms = {name: p.grad.norm().item() for name, p in network.named_parameters() if p.grad is not None}
     largest = max(norms, key=lambda name: norms[name] if math.isfinite(norms[name]) else math.inf, default="none")
     found = f"since {since}; loss {losses}; largest gradient in {largest} ({norms.get(largest, 0.0):.3g})"
     # With weights that are still finite, the likely cause is a mean over no rows, which is nan.
-    empty = [
-        step for step, first in failed.items() if first == 1 and not step.spec.n_memory and step.totals.isnan().any()
-    ]
+    empty = [step for first, step in failed if first == 1 and not step.spec.n_memory and step.totals.isnan().any()]
     if empty:
         where = "here" if empty[0].spec.past_tasks else "in the first task"
         found += f"; if the loss takes a mean over batch.memory: it is empty {where}, and a mean over no rows is nan"

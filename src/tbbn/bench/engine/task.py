@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,6 +86,12 @@ class EngineTaskContext(TaskContext):
     def labels(self, rows: Tensor) -> Tensor:
         labels = self.maker.data.labels
         return labels[to_device(rows, labels.device)]
+
+    def hook(self, name: str) -> Any:
+        """Call one of the method's functions that take the context. What it draws from a global generator is seeded."""
+        device = self.maker.data.labels.device
+        with seeds.seeded_globals(device, self.config.seed, "global", name, self.number):
+            return getattr(self.method, name)(self)
 
     # Training rows. --------------------------------------------------------------------------------------------------
 
