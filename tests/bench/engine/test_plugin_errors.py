@@ -160,6 +160,8 @@ PHASES = "def phases(self, context):\n        from tbbn.bench.methods import Pha
          r"loss reads previous\.features, which needs"),
         (RETURN, f"{RETURN} | {{'s': sum(x.mean() for x in output.stages)}}",
          r"loss reads output\.stages, which needs the line needs_stages = True in the class"),
+        (RETURN, f"rows = torch.randperm(len(batch.labels))\n        {RETURN}",
+         "loss draws random numbers, so the run could not be repeated or resumed with the same results; the rows of a batch"),
         (RETURN, RETURN.replace('"ce"', '"total"'), "loss must name its terms with other texts than .*total, .*'total'"),
         (RETURN, f"{RETURN}\n    def __init__(self): ...", "its fields are its options, so it takes no __init__ of its own"),
         ('= field(default=2.0, metadata={"help": "softens the logits"})', "", "its option 'temperature' needs a default"),

@@ -118,6 +118,7 @@ class Step:
                 with torch.no_grad():
                     previous = self._whole(self.teacher(batch.images))
             output = self._whole(self._output(self.share.of(batch)))
+            random_state = torch.default_generator.get_state() if self.count == 1 else None
             try:
                 made = self.loss(batch, output, previous)
             except AttributeError as error:
@@ -127,6 +128,11 @@ class Step:
                     f"{self.place(error)}: reads {error.name} of previous, which is None in the first task"
                     f"{'' if self.spec.past_tasks == 0 else ' and in this phase'}; read it under: if previous is not None."
                 ) from error
+            if random_state is not None and not torch.equal(random_state, torch.default_generator.get_state()):
+                raise UserError(
+                    f"{self._named(self.loss)} draws random numbers, so the run could not be repeated or resumed with the same "
+                    "results; the rows of a batch are already in random order."
+                )
             terms = self._checked(self.loss, made)
             of_norms = penalties(self.network) if self.has_penalty else []
             extra = torch.stack(of_norms).sum() if of_norms else None
