@@ -385,6 +385,23 @@ def test_stages_that_are_not_there_are_an_error_in_every_function(function: str,
     assert re.match(f"tbbn: method 'tempered' {MINE}: {wanted}", error), error
 
 
+@pytest.mark.parametrize(
+    "function", ["before_task(self, context)", "after_task(self, context)", "predict(self, output)"]
+)
+def test_a_method_that_keeps_state_in_attributes_is_told_where_to_keep_it(function: str, capsys: Capture) -> None:
+    write(f"    {LOSS}", f"    def {function}:\n        self.kept = 3\n\n    {LOSS}")
+    error = mistake(capsys, "run", *WORDS, "--plugin", "mine.py", "--quiet")
+    wanted = "cannot assign to field 'kept'; a method keeps no state in attributes, .* store a tensor with context.network.rem"
+    assert re.match(f"tbbn: method 'tempered' {MINE}: {wanted}", error), error
+
+
+def test_a_frozen_batch_is_not_taken_for_the_method(capsys: Capture) -> None:
+    write(RETURN, f"batch.n_memory = 3\n        {RETURN}")
+    assert main(["run", *WORDS, "--plugin", "mine.py", "--quiet"]) == 1
+    error = capsys.readouterr().err
+    assert "cannot assign to field 'n_memory'" in error and "remember" not in error
+
+
 def test_previous_read_in_the_first_task_is_said_to_be_none(capsys: Capture) -> None:
     write(RETURN, f"kd = previous.logits.mean()\n        {RETURN}")
     text = Path("mine.py").read_text().replace(f"    {LOSS}", f"    needs_previous = True\n\n    {LOSS}")

@@ -33,7 +33,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -54,7 +54,7 @@ from tbbn.bench.engine.record import Record, digest
 from tbbn.bench.engine.step import SavedTotals, Step, describe_divergence, read_totals
 from tbbn.bench.engine.task import EngineTaskContext, PhaseRows
 from tbbn.bench.engine.torch_settings import torch_settings
-from tbbn.bench.methods import Phase
+from tbbn.bench.methods import Method, Phase
 from tbbn.bench.methods.contract import checked_phases
 from tbbn.bench.models import Network
 from tbbn.bench.models.base import MissingStages
@@ -126,6 +126,13 @@ class Run:
                     return
         except MissingStages as error:
             raise UserError(f"{METHODS.place(self.config.method.name, error)}: {error}") from error
+        except FrozenInstanceError as error:
+            if not _is_raised_by(self.method, error):
+                raise
+            raise UserError(
+                f"{METHODS.place(self.config.method.name, error)}: {error}; a method keeps no state in attributes, which a "
+                "resumed run would lack; store a tensor with context.network.remember(name, tensor)."
+            ) from error
         except Diverged as error:
             self.record.status, self.record.message = "diverged", str(error)
         else:
@@ -302,6 +309,14 @@ class Run:
         if block.spec in self.restored_totals:
             step.restore_totals(self.restored_totals.pop(block.spec))
         return step
+
+
+def _is_raised_by(method: Method, error: FrozenInstanceError) -> bool:
+    """Whether the attribute set was one of the method, and not of a batch or an output."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_locals.get("self") is method
 
 
 def _tell_loading(on_event: Callable[[Event], None] | None) -> Callable[[int, int], None]:
