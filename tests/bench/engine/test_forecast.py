@@ -10,7 +10,11 @@ from tinyrun import tiny
 from tbbn.bench.config import RunConfig, resolve
 from tbbn.bench.engine.forecast import forecast
 from tbbn.bench.engine.setup import outline_source, scenario_of
+from tbbn.bench.methods import Phase
+from tbbn.bench.methods.ft import FineTune
 from tbbn.errors import UserError
+from tbbn.plugins import temporary
+from tbbn.registry import METHODS
 
 
 def paper(**settings: Any) -> RunConfig:
@@ -68,6 +72,24 @@ def test_methods_change_batches_and_rows() -> None:
     assert union[1].steps > 4500 // 48
     podnet = forecast(paper(method__name="podnet")).tasks
     assert (podnet[1].current, podnet[1].memory) == (96, 32)
+
+
+def test_a_method_that_trains_on_other_rows_is_forecast_with_its_epochs_and_a_note() -> None:
+    made: Any = (Phase(rows="exemplars", epochs=7), Phase(epochs=100))
+
+    class OnMemory(FineTune):
+        def phases(self, context: Any) -> Any:
+            return made
+
+    with temporary():
+        METHODS.register("on-memory", OnMemory)
+        found = forecast(tiny(method__name="on-memory"))
+        assert {task.epochs for task in found.tasks} == {7}
+        wanted = "method 'on-memory' trains on 'exemplars' rows; batches and steps shown are of 'replay' rows"
+        assert found.note == wanted
+        for wrong in ({}, (), Phase(epochs=9), [3]):
+            made = wrong
+            assert forecast(tiny(method__name="on-memory")) == forecast(tiny()), "the run itself refuses them"
 
 
 def test_an_online_stream_is_cut_by_the_current_part_from_its_first_step() -> None:

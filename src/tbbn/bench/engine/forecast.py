@@ -9,9 +9,10 @@ import torch
 from tbbn.bench.config import RunConfig
 from tbbn.bench.data.memory import ExemplarMemory
 from tbbn.bench.data.sampling import steps_per_epoch
+from tbbn.bench.engine.phase import known_phases
 from tbbn.bench.engine.setup import full_batch, memory_of, method_of, outline_source, ratio_of, scenario_of
 from tbbn.bench.engine.validate import check, check_data
-from tbbn.bench.methods import Method
+from tbbn.bench.methods import Method, Phase
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class TaskForecast:
 @dataclass(frozen=True)
 class Forecast:
     tasks: list[TaskForecast]
-    note: str  # which numbers are estimates because the data is not here; usually empty
+    note: str  # which numbers are estimates, because the data is not here or the method draws other rows; usually empty
 
     @property
     def all_steps(self) -> int:
@@ -52,6 +53,7 @@ def forecast(config: RunConfig) -> Forecast:
     class_sizes = torch.bincount(torch.cat([scenario.train_labels[task.train] for task in scenario.tasks])).tolist()
     entries: list[TaskForecast] = []
     kept: list[float] = []  # exemplars of each class
+    other = ""
     for task in scenario.tasks:
         images = sum(class_sizes[: task.classes.stop]) if method.all_data else len(task.train)
         new, old = _main_phase_rows(method, class_sizes[task.classes.start : task.classes.stop], kept)
@@ -65,6 +67,9 @@ def forecast(config: RunConfig) -> Forecast:
             last=config.batch.last,
             online=config.data.online and not method.all_data,
         )
+        first = _first_phase(method, task.number, store)
+        if first.rows != "replay":
+            other = f"method {config.method.name!r} trains on {first.rows!r} rows; batches and steps shown are of 'replay' rows"
         batch = full_batch(config, method, task.number)
         train = config.train.of_task(task.number)
         entries.append(
@@ -77,12 +82,18 @@ def forecast(config: RunConfig) -> Forecast:
                 memory=batch.memory,
                 splits=batch.splits,
                 steps=steps,
-                epochs=train.scaled(train.epochs),
+                epochs=train.scaled(train.epochs if first.epochs is None else first.epochs),
             )
         )
         if method.uses_memory and store.budget:
             kept = _exemplars(store, class_sizes[: task.classes.stop])
-    return Forecast(entries, note)
+    return Forecast(entries, "; ".join(filter(None, (note, other))))
+
+
+def _first_phase(method: Method, task: int, memory: ExemplarMemory) -> Phase:
+    """The first phase of a task as far as it is known: a plugin's may depend on the network, or be wrong."""
+    phases = known_phases(method, task, memory)
+    return phases[0] if isinstance(phases, tuple) and phases and isinstance(phases[0], Phase) else Phase()
 
 
 def _main_phase_rows(method: Method, new: list[int], kept: list[float]) -> tuple[int, int]:
