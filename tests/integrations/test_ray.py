@@ -14,7 +14,7 @@ import pytest
 from package import package
 
 from tbbn.bench.cli.main import main
-from tbbn.bench.engine import Event, TaskEnded
+from tbbn.bench.engine import EpochEnded, Event, TaskEnded
 from tbbn.bench.runs.pending import PendingRun, expand
 from tbbn.bench.runs.recipe import Axes
 from tbbn.bench.runs.record import load_record
@@ -81,9 +81,15 @@ def test_stopping_saves_every_run_and_the_same_call_goes_on(nodes: Cluster, tmp_
     here, there = (pending(tmp_path / name, 2, train__epochs=300) for name in ("here", "there"))
     run_all(here)
     seen: list[Event] = []
+
+    def is_epoch(event: Event) -> bool:  # after the first one there is something to save
+        return isinstance(event, EpochEnded)
+
     with ray_cluster(nodes.address) as cluster:
         with pytest.raises(KeyboardInterrupt):
-            run_on(cluster, there, on_event=lambda run, event: seen.append(event), stop=lambda: bool(seen))
+            run_on(
+                cluster, there, on_event=lambda run, event: seen.append(event), stop=lambda: any(map(is_epoch, seen))
+            )
         assert load_record(there[0].directory).status == "interrupted"
         assert (there[0].directory / "checkpoint.safetensors").exists() and not there[1].directory.exists()
         run_on(cluster, there)

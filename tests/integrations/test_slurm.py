@@ -30,8 +30,9 @@ SETTINGS: dict[str, Any] = {
 SETTINGS |= {"device": "cpu", "threads": 1}
 
 
-def pending(out: Path, seeds: int) -> list[PendingRun]:
-    return expand([("test", SETTINGS)], Axes(norms=("tbbn",), seeds=tuple(range(seeds))), out)
+def pending(out: Path, seeds: int, **settings: Any) -> list[PendingRun]:
+    given = {key.replace("__", "."): value for key, value in settings.items()}
+    return expand([("test", {**SETTINGS, **given})], Axes(norms=("tbbn",), seeds=tuple(range(seeds))), out)
 
 
 def weights(runs: list[PendingRun]) -> list[list[str]]:
@@ -54,7 +55,7 @@ def test_jobs_leave_the_records_of_a_local_sweep_and_a_stopped_sweep_goes_on(tmp
 
 
 def test_a_killed_job_is_sent_again(tmp_path: Path) -> None:
-    here, there = pending(tmp_path / "here", 1), pending(tmp_path / "there", 1)
+    here, there = (pending(tmp_path / name, 1, train__epochs=300) for name in ("here", "there"))
     run_all(here)
     jobs: list[SlurmJob] = []
 
