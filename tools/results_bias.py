@@ -182,10 +182,21 @@ def parts_table(found: dict[str, Measured]) -> Table:
             cells = [_interval(part, 1) for part in parts(pair, known)]
             line, apart = paired(runs, bias_of(9)), paired(runs, separation_of(9))
             names = (experiment.title(method), method, str(len(pair.gains)), str(pair))
-            rows.append((*names, *cells, two(apart), f"{fmean(line.bn):+.2f}", two(line)))
+            rows.append((*names, *cells, two(apart), f"{fmean(line.bn):+.2f}", two(line), calibrated_gain(runs)))
     header = ("protocol", "method", "seeds", "A_f: tbbn - bn", "by the class", "by the task", "d': tbbn - bn")
+    header = (*header, "c of bn", "c: tbbn - bn", "A_f calibrated: tbbn - bn")
     notes = ("After the last task. Mean differences on the same seeds, with their 95 % intervals.",)
-    return Table((*header, "c of bn", "c: tbbn - bn"), tuple(rows), notes, align="ll" + 7 * "r")
+    if all(row[-1] == "-" for row in rows):  # all runs are older than this number
+        return Table(header[:-1], tuple(row[:-1] for row in rows), notes, align="ll" + 7 * "r")
+    calibrated = "A_f calibrated: with the newest task's scores shifted so that it gets its share of the test images."
+    return Table(header, tuple(rows), (*notes, calibrated), align="ll" + 8 * "r")
+
+
+def calibrated_gain(runs: list[Any]) -> str:
+    """The gain in calibrated accuracy, if all the runs have it."""
+    if not all(run.calibrated and run.calibrated[-1] for run in runs):
+        return "-"
+    return str(paired(runs, lambda r: 100 * fmean(r.calibrated[-1])))
 
 
 def by_task_table() -> Table:

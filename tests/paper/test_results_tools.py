@@ -41,6 +41,13 @@ def test_shares_count_new_and_past_images_that_are_called_new(bias: ModuleType) 
     assert bias.shares(errors, past_tasks=2, per_task=9) == pytest.approx((7.5 / 10, 6.5 / 19))
 
 
+def test_the_calibrated_gain_needs_the_number_from_every_run(bias: ModuleType) -> None:
+    runs = [run(norm, seed, calibrated=[[0.9], [a, a + 0.2]]) for norm, seed, a in (("bn", 0, 0.3), ("tbbn", 0, 0.35))]
+    assert bias.calibrated_gain(runs) == "+5.0"
+    for older in ([], [[], []]):
+        assert bias.calibrated_gain([*runs, run("tbbn", 1, calibrated=older)]) == "-"
+
+
 def test_separation_and_bias_are_those_of_two_normal_distributions(bias: ModuleType) -> None:
     # A standard normal variable is above 0 with probability 0.5, below 1 with 0.841345 and below 2 with 0.977250.
     up, down = 0.841345, 1 - 0.977250

@@ -173,6 +173,14 @@ class Result:
         return self.record.accuracy
 
     @property
+    def calibrated(self) -> list[list[float]]:
+        """``accuracy`` if the scores of the newest task's classes are shifted so that it gets as many test images as it has.
+
+        What is left of a difference between two runs is not their bias to the newest task. Empty rows: from an older version.
+        """
+        return self.record.calibrated
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Final and average accuracy, forgetting and the other metrics of ``tbbn show``."""
         return self.record.metrics

@@ -39,6 +39,9 @@ def test_evaluation_is_a_loop_over_every_test_image(method: str) -> None:
     right: dict[int, list[bool]] = {task: [] for task in range(3)}
     known: dict[int, list[bool]] = {task: [] for task in range(3)}
     kinds: Counter[str] = Counter()
+    unbiased: list[
+        tuple[float, int, int, int]
+    ] = []  # lead of the newest task, its best class, the best past class, label
     predictions = iter(run.record.predictions["task2"].tolist())
     labels = [arrival[int(label)] for label in run.source.test.labels]
     order = [i for task in range(3) for i, label in enumerate(labels) if label // 2 == task]
@@ -51,11 +54,19 @@ def test_evaluation_is_a_loop_over_every_test_image(method: str) -> None:
         assert best == next(predictions)
         right[task].append(best == labels[i])
         known[task].append(max((2 * task, 2 * task + 1), key=lambda c: scores[c]) == labels[i])
+        newest, past = max((4, 5), key=lambda c: scores[c]), max(range(4), key=lambda c: scores[c])
+        unbiased.append((scores[newest] - scores[past], newest, past, labels[i]))
         if best != labels[i]:
             kinds[f"{'C' if labels[i] >= 4 else 'P'}->{'C' if best >= 4 else 'P'}"] += 1
     assert run.record.accuracy[2] == pytest.approx([sum(r) / len(r) for r in right.values()])
     assert run.record.task_il[2] == pytest.approx([sum(r) / len(r) for r in known.values()])
     assert {kind: n for kind, n in run.record.errors[2].items() if n} == dict(kinds)
+    leads = sorted((lead for lead, *_ in unbiased), reverse=True)
+    hits: dict[int, list[bool]] = {task: [] for task in range(3)}
+    for lead, newest, past, label in unbiased:
+        hits[label // 2].append((newest if lead >= leads[9] else past) == label)  # ten of the images are new
+    assert leads[9] > leads[10] and run.record.calibrated[2] == pytest.approx([sum(h) / len(h) for h in hits.values()])
+    assert run.record.calibrated[0] == run.record.accuracy[0]
 
 
 def test_the_size_of_evaluation_batches_changes_no_prediction() -> None:

@@ -103,7 +103,7 @@ def test_a_checkpoint_is_one_task_ahead_of_an_unfinished_record_at_most(
     status: str, tasks: int, is_right: bool, copy: Path
 ) -> None:
     record = load_record(copy)
-    for name in ("accuracy", "task_il", "errors", "exemplars", "splits", "weights"):
+    for name in ("accuracy", "task_il", "calibrated", "errors", "exemplars", "splits", "weights"):
         setattr(record, name, getattr(record, name)[:tasks])
     record.status, record.history = status, [entry for entry in record.history if entry["task"] < tasks]
     found = {f.subject: f.problem for f in crosscheck.compared(record, {}, states(copy))}
@@ -184,6 +184,8 @@ def test_what_is_said_of_a_network_that_gives_something_else_ends_without_a_spac
 
     monkeypatch.setattr(crosscheck, "evaluate", lambda *a: real(*a)._replace(task_il=[-1.0] * (a[0].number + 1)))
     assert last("task-IL accuracy: the record says [") == "."
+    monkeypatch.setattr(crosscheck, "evaluate", lambda *a: real(*a)._replace(calibrated=[-1.0] * (a[0].number + 1)))
+    assert last("calibrated accuracy: the record says [") == "."
     monkeypatch.setattr(crosscheck, "evaluate", lambda *a: real(*a)._replace(predictions=torch.zeros(7)))
     assert last("100 % of the saved network's predictions differ from the stored ones.") == "."
 

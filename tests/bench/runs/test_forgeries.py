@@ -23,7 +23,7 @@ from tbbn.bench.runs.verify import verify
 
 Change = Callable[[dict[str, Any]], None]
 CONFIG = {"norm__name": "tbbn", "method__name": "eeil", "method__balanced_epochs": 1}
-BY_TASK = ("accuracy", "task_il", "errors", "exemplars", "splits", "weights")
+BY_TASK = ("accuracy", "task_il", "calibrated", "errors", "exemplars", "splits", "weights")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,8 @@ def test_a_network_inside_a_task_is_not_taken_for_that_of_the_task_before(stoppe
     [
         (set_last("task_il", [1.0, 1.0, 1.0]), "evaluation after task 3"),
         (set_last("task_il", [0.0, 0.0, 0.0]), "task-IL accuracy after task 3"),
+        (set_last("calibrated", [0.0, 0.0, 0.0]), "evaluation after task 3"),
+        (set_last("calibrated", [1.0, 1.0, 1.0]), "calibrated accuracy after task 3"),
         (set_value("task_sizes", [1, 2, 3]), "task sizes"),
         (set_value("class_order", [0, 1, 2, 3, 4, 5]), "class order"),
         (set_value("skipped", ["train/a.png"]), "skipped images"),
@@ -128,6 +130,7 @@ def test_a_value_forged_in_every_file_is_found(change: Change, subject: str, fin
     "change",
     [
         set_last("task_il", [1.0, 1.0, 1.0]),
+        set_last("calibrated", []),
         set_last("weights", "0" * 64),
         first_epoch(total=0.001),
         lambda tree: tree["environment"].update(torch="9.9"),
@@ -149,7 +152,7 @@ def test_perfect_predictions_in_every_file_are_not_those_of_the_network(finished
 
     def change(tree: dict[str, Any]) -> None:
         if len(tree["accuracy"]) == 3:
-            tree["accuracy"][2] = tree["task_il"][2] = [1.0, 1.0, 1.0]
+            tree["accuracy"][2] = tree["task_il"][2] = tree["calibrated"][2] = [1.0, 1.0, 1.0]
             confusion = torch.diag(torch.full((6,), 5)).tolist()
             tree["errors"][2] = metrics.confusion_error_types(confusion, 4)
         if "predictions" in tree:

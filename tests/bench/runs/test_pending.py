@@ -166,7 +166,7 @@ def test_a_record_is_replaced_unless_it_is_of_the_same_run_and_knows_more(
     def record(status: str, tasks: int, seed: int, message: str) -> Any:
         made = load_record(done)
         made.status, made.message, made.config = status, message, {**made.config, "seed": seed}
-        for name in ("accuracy", "task_il", "errors", "exemplars", "splits", "weights"):
+        for name in ("accuracy", "task_il", "calibrated", "errors", "exemplars", "splits", "weights"):
             setattr(made, name, getattr(made, name)[:tasks])
         return made
 

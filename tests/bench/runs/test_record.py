@@ -25,6 +25,7 @@ def made() -> Record:
     record.status, record.message, record.seconds = "diverged", 'a "quoted" é', 1.5
     record.class_order, record.task_sizes = [3, 1, 0, 2], [2, 2]
     record.accuracy, record.task_il = [[0.5], [1 / 3, 0.1]], [[0.5], [0.75, 0.2]]
+    record.calibrated = [[0.5], [0.7, 0.1]]
     record.errors, record.exemplars, record.splits = [{"C->C": 4}, {"C->C": 1}], [8, 8], [1, 2]
     record.weights = ["0" * 64, "1" * 64]
     record.history = [{"task": 0, "phase": "train", "epoch": 0, "lr": 0.1, "total": 0.1 + 0.2}]

@@ -20,6 +20,7 @@ GOOD: dict[str, Any] = {
     "task_sizes": [1, 2, 3],
     "accuracy": [[1], [0, 0.5]],
     "task_il": [[1.0], [0.0, 1]],
+    "calibrated": [[], [0.0, 1]],
     "errors": [{}, dict.fromkeys(ERROR_TYPES, 0)],
     "exemplars": [0, 7],
     "splits": [1, 2**63 - 1],
@@ -62,6 +63,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "task_sizes": (*NOT_COUNTS, [1, 0]),
     "accuracy": NOT_ACCURACIES,
     "task_il": NOT_ACCURACIES,
+    "calibrated": tuple(value for value in NOT_ACCURACIES if value != [[]]),
     "errors": (
         None,
         {},
@@ -117,7 +119,7 @@ def test_a_bad_value_of_any_field_is_named_with_what_is_expected(name: str) -> N
 
 
 def test_fields_of_tasks_have_one_entry_for_each_task_learnt() -> None:
-    for name in ("task_il", "errors", "exemplars", "splits", "weights"):
+    for name in ("task_il", "calibrated", "errors", "exemplars", "splits", "weights"):
         for value in (GOOD[name][:1], []):
             said = f"{name} must have one entry for each of the 2 tasks learnt, has {len(value)}."
             assert problem({**GOOD, name: value}) == said
@@ -134,14 +136,14 @@ def test_fields_of_tasks_have_one_entry_for_each_task_learnt() -> None:
 
 def test_a_record_of_the_first_schema_gets_empty_hashes() -> None:
     old = {"schema": 1, "accuracy": [[1], [1, 1]], "other": "kept"}
-    assert migrate(old) == {**old, "schema": 3, "weights": ["", ""]} and old["schema"] == 1
-    assert migrate({"schema": 1}) == {"schema": 3, "weights": []}
-    assert migrate({"schema": 2, "a": 1}) == {"schema": 3, "a": 1}
+    assert migrate(old) == {**old, "schema": 4, "weights": ["", ""], "calibrated": [[], []]} and old["schema"] == 1
+    assert migrate({"schema": 1}) == {"schema": 4, "weights": [], "calibrated": []}
+    assert migrate({"schema": 2, "a": 1}) == {"schema": 4, "a": 1, "calibrated": []}
     assert migrate({"schema": 0}) == {"schema": 0}
 
 
 def test_a_record_of_the_second_schema_has_other_names_of_forgetting() -> None:
     old = {"schema": 2, "metrics": {"forgetting_history": 0.25, "forgetting": 0.5, "final_accuracy": 0.75}}
     new = {"forgetting": 0.25, "forgetting_text": 0.5, "final_accuracy": 0.75}
-    assert migrate(old) == {"schema": 3, "metrics": new} and "forgetting_history" in old["metrics"]
-    assert migrate({"schema": 2, "metrics": "none"}) == {"schema": 3, "metrics": "none"}  # of a damaged record
+    assert migrate(old) == {"schema": 4, "metrics": new, "calibrated": []} and "forgetting_history" in old["metrics"]
+    assert migrate({"schema": 2, "metrics": "none"})["metrics"] == "none"  # of a damaged record

@@ -48,7 +48,7 @@ def problems(directory: Path, *, evaluate: bool = True) -> dict[str, str]:
 def test_an_intact_run_has_no_problem(done: Path) -> None:
     findings = verify(done)
     assert {f.problem for f in findings} == {""}
-    kinds = ("accuracy", "error types", "task-IL accuracy", "evaluation")
+    kinds = ("accuracy", "error types", "task-IL accuracy", "calibrated accuracy", "evaluation")
     by_task = {f"{what} after task {t}" for what in kinds for t in (1, 2, 3)}
     before = {"class order", "task sizes", "data", "skipped images", "splits", "exemplars", "epochs in the history"}
     subjects = {f.subject for f in findings if not f.not_checked}
@@ -245,13 +245,13 @@ def test_a_changed_config_file_is_found(done: Path) -> None:
 def test_the_command_says_ok_or_failed(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(done)]) == 0
     said = capsys.readouterr().out
-    assert ": OK (29 checks passed)\n" in said
+    assert ": OK (32 checks passed)\n" in said
     assert "\n  checked: record.json, predictions.safetensors, config.toml, " in said
     assert " accuracy after task 1, 2, 3, error types after task 1, 2, 3, " in said
     assert "\n  not checked: losses in the history (--retrain-task N trains task N again and compares)\n" in said
     assert main(["verify", str(done), "--no-evaluation"]) == 0
     said = capsys.readouterr().out
-    assert ": OK (26 checks passed)\n" in said
+    assert ": OK (29 checks passed)\n" in said
     assert "\n  not checked: evaluation after task 1, 2, 3 (--no-evaluation)\n" in said
     with mock.patch("tbbn.bench.runs.verify.load_source", side_effect=UserError("digits: no data.")):
         assert main(["verify", str(done)]) == 0

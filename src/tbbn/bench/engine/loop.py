@@ -167,6 +167,7 @@ class Run:
         entries = {
             "accuracy": result.accuracy,
             "task_il": result.task_il,
+            "calibrated": result.calibrated,
             "errors": result.errors,
             "splits": setup.full_batch(self.config, self.method, task.number).splits,
             "exemplars": len(self.memory),

@@ -19,7 +19,7 @@ from tbbn.bench import metrics
 from tbbn.bench.config import RunConfig, flatten, resolve, to_dict, with_defaults
 from tbbn.bench.engine.plugins import used_plugins
 
-SCHEMA = 3  # of the record's fields
+SCHEMA = 4  # of the record's fields
 
 
 @dataclass
@@ -36,6 +36,9 @@ class Record:
     task_sizes: list[int] = field(default_factory=list)
     accuracy: list[list[float]] = field(default_factory=list)  # class-IL: the task of a test image is unknown
     task_il: list[list[float]] = field(default_factory=list)  # task-IL: the task of a test image is given
+    calibrated: list[list[float]] = field(
+        default_factory=list
+    )  # class-IL, as many images called new as are; []: unknown
     errors: list[dict[str, int]] = field(default_factory=list)  # after each task: C->C, C->P, P->C, P->P
     exemplars: list[int] = field(default_factory=list)  # memory rows after each task
     splits: list[int] = field(default_factory=list)  # r* of a full batch in each task

@@ -19,7 +19,7 @@ _NAMES = (
 
 
 def runs_json(runs: Runs, metrics: Sequence[str] = ()) -> str:
-    """A list with one object per run; ``accuracy`` and ``task_il`` are matrices of fractions."""
+    """A list with one object per run; ``accuracy``, ``task_il`` and ``calibrated`` are matrices of fractions."""
     entries = [
         {
             **_names(folder, record),
@@ -27,6 +27,7 @@ def runs_json(runs: Runs, metrics: Sequence[str] = ()) -> str:
             "task_sizes": record.task_sizes,
             "accuracy": record.accuracy,
             "task_il": record.task_il,
+            "calibrated": record.calibrated,
             "errors": record.errors,
             "seconds": record.seconds,
         }

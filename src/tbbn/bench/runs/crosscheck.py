@@ -32,7 +32,7 @@ _KERNEL = "cpu_kernel"  # affects training only: in eval mode the norms that use
 ROUNDING = 0.01  # the fraction of predictions that rounding may change in another environment
 
 _SAME = ("data", "class_order", "task_sizes", "skipped", "environment", "plugins")
-_GROWING = ("accuracy", "task_il", "errors", "exemplars", "splits", "weights", "history", "resumed")
+_GROWING = ("accuracy", "task_il", "calibrated", "errors", "exemplars", "splits", "weights", "history", "resumed")
 
 
 def compared(record: Record, predictions: Mapping[str, Tensor], states: Mapping[str, State]) -> Iterator[Finding]:
@@ -178,8 +178,10 @@ def _evaluation_problem(
     differing = (again != predictions).double().mean().item() if len(again) == len(predictions) else 1.0
     if differing > tolerated:
         return f"{100 * differing:.3g} % of the saved network's predictions differ from the stored ones. {why}".rstrip()
-    apart = max(abs(a - b) for a, b in zip(result.task_il, record.task_il[t], strict=True))
-    if apart > tolerated:
-        said = f"task-IL accuracy: the record says {record.task_il[t]}, the saved network gives {result.task_il}. {why}"
-        return said.rstrip()
+    for name, again_too, there in (
+        ("task-IL", result.task_il, record.task_il[t]),
+        ("calibrated", result.calibrated, record.calibrated[t] or result.calibrated),
+    ):
+        if max(abs(a - b) for a, b in zip(again_too, there, strict=True)) > tolerated:
+            return f"{name} accuracy: the record says {there}, the saved network gives {again_too}. {why}".rstrip()
     return ""

@@ -124,3 +124,6 @@ def results(record: Record, scenario: Scenario, predictions: Mapping[str, Tensor
         # An image that is classified correctly among all classes is also classified correctly among those of its task.
         low = any(il < accuracy for il, accuracy in zip(record.task_il[t], record.accuracy[t], strict=True))
         yield Finding(f"task-IL accuracy {after}", "it is below the accuracy among all classes." if low else "")
+        if calibrated := record.calibrated[t]:  # so is one that is classified correctly by shifted scores
+            high = any(il < accuracy for il, accuracy in zip(record.task_il[t], calibrated, strict=True))
+            yield Finding(f"calibrated accuracy {after}", "it is above the task-IL accuracy." if high else "")

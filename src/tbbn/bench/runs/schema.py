@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from tbbn.bench.metrics import ERROR_TYPES
@@ -27,9 +28,10 @@ def _each(value: Any, fits: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(fits, value))
 
 
-def _triangle(value: Any) -> bool:
+def _triangle(value: Any, *, gaps: bool = False) -> bool:
     return isinstance(value, list) and all(
-        _each(row, lambda v: _number(v) and 0 <= v <= 1) and len(row) == t + 1 for t, row in enumerate(value)
+        _each(row, lambda v: _number(v) and 0 <= v <= 1) and (len(row) == t + 1 or (gaps and not row))
+        for t, row in enumerate(value)
     )
 
 
@@ -68,6 +70,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "task_sizes": ("a list of whole numbers from 1", lambda value: _each(value, lambda v: _whole(v, 1))),
     "accuracy": _MATRIX,
     "task_il": _MATRIX,
+    "calibrated": ("rows of 1, 2, 3, ... numbers from 0 to 1, or empty ones", partial(_triangle, gaps=True)),
     "errors": (f"a list of counts of {', '.join(ERROR_TYPES)}", _errors),
     "exemplars": _COUNTS,
     "splits": _COUNTS,
@@ -78,7 +81,15 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "resumed": _OBJECTS,
     "seconds": ("a number", lambda value: _number(value) and 0 <= value < math.inf),
 }
-_BY_TASK = ("accuracy", "task_il", "errors", "exemplars", "splits", "weights")  # one entry per task learnt
+_BY_TASK = (
+    "accuracy",
+    "task_il",
+    "calibrated",
+    "errors",
+    "exemplars",
+    "splits",
+    "weights",
+)  # one entry per task learnt
 
 
 def _to_2(tree: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +106,16 @@ def _to_3(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2, 2: _to_3}  # from this schema to the next
+def _to_4(tree: dict[str, Any]) -> dict[str, Any]:
+    """Up to schema 3, evaluation did not calibrate."""
+    return {**tree, "calibrated": [[] for _ in tree.get("accuracy", ())]}
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    1: _to_2,
+    2: _to_3,
+    3: _to_4,
+}  # from this schema to the next
 
 
 def migrate(tree: dict[str, Any]) -> dict[str, Any]:
