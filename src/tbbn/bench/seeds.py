@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 
@@ -38,6 +37,8 @@ def seeded_globals(device: torch.device, seed: int, *names: str | int) -> Iterat
 
     For code that is not ours: ``reset_parameters`` and much else draws from them.
     """
+    import numpy as np  # with the layer alone, commands that train nothing read this file without numpy
+
     derived = derive(seed, *names)
     before, numpy_before = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
