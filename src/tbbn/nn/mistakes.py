@@ -38,10 +38,8 @@ class Watched:
 
     _used: Used | None = None  # None: never in a block yet
     _n_outside = 0  # training forwards before the first block
-    _one_sided = (
-        0,
-        0,
-    )  # past tasks, and blocks of that task without memory or current rows; -1: one had both, or memory rows
+    # Past tasks, and blocks of that task without memory or current rows; -1: one had both, or in the first task memory rows.
+    _one_sided = (0, 0)
 
 
 def entering_block(layers: Sequence[BalancedNorm], layout: Layout) -> None:

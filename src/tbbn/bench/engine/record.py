@@ -36,9 +36,8 @@ class Record:
     task_sizes: list[int] = field(default_factory=list)
     accuracy: list[list[float]] = field(default_factory=list)  # class-IL: the task of a test image is unknown
     task_il: list[list[float]] = field(default_factory=list)  # task-IL: the task of a test image is given
-    calibrated: list[list[float]] = field(
-        default_factory=list
-    )  # class-IL, as many images called new as are; []: unknown
+    # Class-IL with the newest task's scores shifted so that as many images are called new as are; an empty row is unknown.
+    calibrated: list[list[float]] = field(default_factory=list)
     errors: list[dict[str, int]] = field(default_factory=list)  # after each task: C->C, C->P, P->C, P->P
     exemplars: list[int] = field(default_factory=list)  # memory rows after each task
     splits: list[int] = field(default_factory=list)  # r* of a full batch in each task

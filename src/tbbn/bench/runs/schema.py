@@ -81,15 +81,8 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "resumed": _OBJECTS,
     "seconds": ("a number", lambda value: _number(value) and 0 <= value < math.inf),
 }
-_BY_TASK = (
-    "accuracy",
-    "task_il",
-    "calibrated",
-    "errors",
-    "exemplars",
-    "splits",
-    "weights",
-)  # one entry per task learnt
+# One entry per task learnt.
+_BY_TASK = ("accuracy", "task_il", "calibrated", "errors", "exemplars", "splits", "weights")
 
 
 def _to_2(tree: dict[str, Any]) -> dict[str, Any]:
@@ -111,11 +104,8 @@ def _to_4(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "calibrated": [[] for _ in tree.get("accuracy", ())]}
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    1: _to_2,
-    2: _to_3,
-    3: _to_4,
-}  # from this schema to the next
+# From this schema to the next.
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2, 2: _to_3, 3: _to_4}
 
 
 def migrate(tree: dict[str, Any]) -> dict[str, Any]:
