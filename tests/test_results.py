@@ -69,3 +69,18 @@ def test_every_picture_of_results_in_the_documents_is_drawn_anew(monkeypatch: py
     assert (
         shown == set(results.PICTURES) == {f"results/{path.name}" for path in (results.ROOT / "results").glob("*.png")}
     )
+
+
+def test_runs_of_a_new_folder_appear_beside_batch_norm_of_any_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import results_others
+
+    monkeypatch.setattr(results_others.numbers, "all_records", lambda: [record(HALF, seed=seed) for seed in (0, 1)])
+    better = [[0.5], [0.7, 0.7]]
+    new = [record(better, norm__name="tbbn", seed=seed) for seed in (0, 1, 2)]
+    for run in new:
+        run.calibrated = [[0.5], [0.6, 0.4]]
+    rows = results_others.table({"a": new, "b": [record(better, norm__name="tbbn", train__lr=0.3)]}).rows
+    means = ("ft + tbbn", "3", "70.0", "60.0", "-10.0", "60.0", "50.0")
+    assert rows[0] == ("a", *means, "+20.0 [20.0, 20.0]", "+10.0 [10.0, 10.0]")
+    assert rows[1][0] == "b" and rows[1][-3:] == ("-", "", "")  # no calibrated accuracy, no batch norm at this rate

@@ -11,6 +11,7 @@ import results_last
 import results_missing
 import results_numbers as numbers
 import results_online
+import results_others
 from results_numbers import listed, mean_row, metrics, of_method, paper_row
 from tbbn.bench.metrics import final_accuracy
 from tbbn.bench.report.interval import signed
@@ -33,6 +34,7 @@ def page() -> str:
         _table2,
         results_epochs.section,
         _online,
+        _others,
         _cost,
         _missing,
     )
@@ -312,6 +314,10 @@ in tf32. For the layer alone, and for your own loop, see [speed](speed.md). In t
 
 def _online(_: Experiments) -> str:
     return results_online.section(numbers.records_in(results_online.FOLDER))
+
+
+def _others(_: Experiments) -> str:
+    return results_others.section()
 
 
 def _missing(_: Experiments) -> str:
