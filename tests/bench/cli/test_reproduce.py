@@ -287,6 +287,19 @@ def test_a_folder_is_named_by_network_kept_epoch_scale_and_every_other_setting()
     assert reproduce._folder_name(table, Namespace(keep="best", scale=0.5, settings=given)) == f"{name}-precision=bf16"
 
 
+def test_methods_that_keep_the_last_epoch_anyway_are_named(capsys: Capture) -> None:
+    """PODNet and AFC have it from their protocol: to train them again costs hours and tells nothing."""
+    shown = ("reproduce", "table2", "--seeds", "1", "--quiet", "--dry-run")
+    main([*shown, "--keep", "last", "--precision", "bf16"])
+    note = (
+        "podnet, afc: trained as without --keep last, which is their default here; --method ft,eeil,lucir,ssil leaves"
+    )
+    assert note in capsys.readouterr().err
+    for words in (["--precision", "bf16"], ["--keep", "last", "--method", "ft,ssil"]):
+        main([*shown, *words])
+        assert "as without" not in capsys.readouterr().err
+
+
 def test_a_method_that_the_table_has_not_is_named(capsys: Capture) -> None:
     assert "unknown method of table2 'x'" in mistake(capsys, "reproduce", "table2", "--method", "x")
 

@@ -98,7 +98,8 @@ def _reproduce(args: argparse.Namespace) -> int:
             runs, folder, recipe = _runs(table, args, given, axes)
             if args.name == "fig-oracle":  # its title in the paper names the paper's data
                 table = replace(table, title=title_of(runs[0].config))
-            _announce(table, axes, runs, folder, measure=not args.quiet)
+            notes = _same_without_keep(table, axes, runs, given)
+            _announce(table, axes, runs, folder, notes, measure=not args.quiet)
             if args.dry_run:
                 continue
             ended, records = train(runs, args, recipe=recipe)
@@ -204,7 +205,32 @@ def _runs(
     return runs, folder, recipe_text(layers, axes)
 
 
-def _announce(table: PaperTable, axes: Axes, runs: list[PendingRun], folder: Path, *, measure: bool) -> None:
+def _same_without_keep(table: PaperTable, axes: Axes, runs: list[PendingRun], given: dict[str, Any]) -> list[str]:
+    """A note on the methods whose runs ``--keep`` does not change, because it may cost hours to train them again."""
+    from tbbn.bench.runs.pending import expand
+
+    keep = given.get("train.keep")
+    rest = {key: value for key, value in given.items() if key != "train.keep"}
+    try:
+        plain = expand([*table.layers()[0], ("command line", rest)], axes, runs[0].directory.parent)
+    except UserError:
+        return []  # these settings need --keep, so it changes something
+    methods: dict[str, bool] = {}  # which of them --keep changes
+    for own, run in zip(plain, runs, strict=True):
+        name = run.config.names[0]
+        methods[name] = methods.get(name, False) or own.config != run.config
+    same, others = ([name for name, changes in methods.items() if changes is kind] for kind in (False, True))
+    if not (keep and same and others):
+        return []
+    return [
+        f"{', '.join(same)}: trained as without --keep {keep}, which is their default here; --method {','.join(others)} "
+        "leaves them out."
+    ]
+
+
+def _announce(
+    table: PaperTable, axes: Axes, runs: list[PendingRun], folder: Path, notes: list[str], *, measure: bool
+) -> None:
     """Print the number of runs still to do, how they differ from the recipe, and the time and disk space that they need."""
     from tbbn.bench.runs.pending import expand, finished_record
     from tbbn.paper.effort import effort
@@ -214,7 +240,7 @@ def _announce(table: PaperTable, axes: Axes, runs: list[PendingRun], folder: Pat
     print(f"{table.title}: {len(runs)} runs, {len(runs) - len(missing)} finished.", file=sys.stderr)
     as_in_recipe = expand(table.layers()[0], axes, folder)
     departures = departures_note((own.config, run.config) for own, run in zip(as_in_recipe, runs, strict=True))
-    for note in (*departures, *about_the_sweep_there(runs)):
+    for note in (*departures, *notes, *about_the_sweep_there(runs)):
         print(printable(note), file=sys.stderr)
     if missing:
         print(f"{effort(missing, measure=measure)} Results go to {printable(str(folder))}.", file=sys.stderr)
