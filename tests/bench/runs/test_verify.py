@@ -242,6 +242,15 @@ def test_a_changed_config_file_is_found(done: Path) -> None:
     assert set(problems(done)) == {"config.toml"}
 
 
+def test_a_config_file_with_the_data_in_another_place_is_whole(done: Path) -> None:
+    """As a resume leaves it that was killed before it wrote the record; the next one writes the record."""
+    file = done / "config.toml"
+    file.write_text(file.read_text().replace('root = "data"', 'root = "/mnt/data"'))
+    assert not problems(done)
+    file.write_text(file.read_text() + "\n")
+    assert set(problems(done)) == {"config.toml"}
+
+
 def test_the_command_says_ok_or_failed(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(done)]) == 0
     said = capsys.readouterr().out

@@ -34,7 +34,8 @@ class Phase:
     - "exemplars": mixed batches from a memory that already holds exemplars of this task.
     - "holdout": mixed batches of the rows held out by :meth:`Method.holdout`.
 
-    Mixed batches have no layout: a balanced norm treats them like plain batch norm.
+    Without memory rows ("exemplars": without a budget) an epoch consists of the task's rows; :meth:`Method.phases` can leave the
+    phase out. Mixed batches have no layout: a balanced norm treats them like plain batch norm.
     """
 
     name: str = "train"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from tbbn.bench.config import read_toml, resolve, to_dict
+from tbbn.bench.config import read_toml, resolve, to_dict, to_toml
 from tbbn.bench.engine.plugins import without_data
 from tbbn.bench.engine.record import Record
 from tbbn.bench.engine.setup import load_source, scenario_of
@@ -91,8 +91,12 @@ def _config(file: Path, record: Record, digest: Any) -> Finding:
         found = to_dict(resolve((str(file), read_toml(file))))
     except UserError as error:
         return Finding(CONFIG, str(error))
-    finding = compare(CONFIG, to_dict(record.run_config), found)
-    if not finding.problem and file_sha256(file) != digest:
+    # A resume with the data in another place writes this file, then the record, and may be killed between them.
+    own, place = record.run_config, {key: found["data"][key] for key in ("root", "download")}
+    placed = replace(own, data=replace(own.data, **place))
+    finding = compare(CONFIG, to_dict(placed), found)
+    moved = placed != own and file.read_bytes() == to_toml(placed).encode()
+    if not finding.problem and file_sha256(file) != digest and not moved:
         return Finding(CONFIG, "damaged: its content does not match the checksum in the record.")
     return finding
 
