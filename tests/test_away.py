@@ -135,11 +135,11 @@ class Repository:
         run.mkdir(parents=True, exist_ok=True)
         (run / "record.json").write_text(f'{{\n "status": "{status}",\n "message": "{text}"\n}}\n')
 
-    def collect(self, *arguments: str) -> tuple[int, str]:
+    def collect(self, *arguments: str, **options: str) -> tuple[int, str]:
         with tarfile.open(self.archive, "w:gz") as archive:
             archive.add(self.runs, ".")
         names = ("AUTHOR", "COMMITTER")
-        env = os.environ | {f"GIT_{n}_{k}": v for n in names for k, v in (("NAME", "a"), ("EMAIL", "a@b"))}
+        env = os.environ | {f"GIT_{n}_{k}": v for n in names for k, v in (("NAME", "a"), ("EMAIL", "a@b"))} | options
         script = self.root / "tools/away/collect.sh"
         command = ["sh", str(script), str(self.archive), *arguments]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -165,3 +165,15 @@ def test_collect_takes_the_finished_runs_of_one_command(tmp_path: Path) -> None:
     assert "another" not in (repository.root / "results/table/ft-bn-0/record.json").read_text()
     assert repository.collect("table-last", "last")[0] == 0
     assert len(repository.collected()) == 2
+
+
+def test_collect_takes_some_of_the_runs_and_replaces_older_ones(tmp_path: Path) -> None:
+    repository = Repository(tmp_path)
+    for name in ("ft-bn-0", "ft-bn-1", "eeil-bn-0"):
+        repository.run_of("table2", name)
+    assert repository.collect("table1", ONLY="ft-*")[0] == 0
+    assert repository.collected() == [f"results/table1/ft-bn-{seed}/record.json" for seed in (0, 1)]
+    repository.run_of("table2", "ft-bn-0", text="again")
+    code, shown = repository.collect("table1", ONLY="ft-*", REPLACE="yes")
+    assert code == 0 and "not collected" not in shown
+    assert "again" in repository.git("show", "HEAD:results/table1/ft-bn-0/record.json")

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Usage: collect.sh ARCHIVE TABLE [FOLDER], here, after every call. Commits the finished runs of a records.tgz to results/TABLE, or
-# those of one FOLDER in it: with more than one command there, each has its own.
+# those of one FOLDER in it: with more than one command there, each has its own. ONLY='ft-*' takes the runs of these names;
+# REPLACE=yes puts them in place of older runs.
 # A sitting that is cut off loses what is not committed, and with it all the time on the machine.
 set -eu
 archive=$(realpath "$1")
@@ -22,10 +23,11 @@ find "$unpacked/${3:-}" -name record.json | sort > "$unpacked/records"
 while read -r record; do
     run=$(dirname "$record")
     kept=results/$2/$(basename "$run")
+    case $(basename "$run") in ${ONLY:-*}) ;; *) continue ;; esac
     if ! grep -q '^ "status": "finished"' "$record"; then
         echo "not finished: $(basename "$run")"
-    elif [ -e "$kept/record.json" ] && ! cmp -s "$record" "$kept/record.json"; then
-        echo "not collected: $kept is there, and is another run; to replace it: git rm -r $kept"
+    elif [ -z "${REPLACE:-}" ] && [ -e "$kept/record.json" ] && ! cmp -s "$record" "$kept/record.json"; then
+        echo "not collected: $kept is there, and is another run; to replace it: REPLACE=yes"
     else
         mkdir -p "$kept"
         for file in config.toml predictions.safetensors record.json; do
