@@ -62,9 +62,11 @@ def test_second_runs_a_table_or_a_sweep_one_after_the_other(machine: Machine) ->
     assert "still running" in shown
     assert "tbbn reproduce table2 --seeds 1,2" in (machine.out / "log.txt").read_text()
     machine.call("second.sh", "0", "sweep", "table1-cifar100", "--norm", "tbbn(memory=own)", "--precision", "fp32")
-    _, first, _, second = (machine.away / "calls").read_text().splitlines()
+    machine.call("second.sh", "0", "resume", "--lanes", "12")
+    _, first, _, second, _, third = (machine.away / "calls").read_text().splitlines()
     assert first == "-m tbbn.bench.cli.main reproduce --precision bf16 --out runs table2 --seeds 1,2"
     assert second.endswith("sweep --precision bf16 --out runs table1-cifar100 --norm tbbn(memory=own) --precision fp32")
+    assert third == "-m tbbn.bench.cli.main resume runs --lanes 12"
 
 
 def test_wait_waits_for_every_command(machine: Machine) -> None:
