@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -209,10 +210,12 @@ def each_kept(records: dict[int, Any]) -> str:
     return ", ".join(str(last_kept(record)) for record in records.values())
 
 
-def lost_with_cn(method: str) -> list[float]:
-    """Points of A_f that a method loses with continual norm instead of batch norm, on each seed that both have."""
-    bn, cn = of_method(method, "bn"), of_method(method, "cn")
-    return [metrics(bn[seed])["A_f"] - metrics(cn[seed])["A_f"] for seed in bn if seed in cn]
+def beside(method: str, one: str, other: str, metric: str | Callable[[Any], float]) -> measured.Paired:
+    """A metric of two norms with a method of Table 2, on the seeds that both have."""
+    value = metric if callable(metric) else lambda record: metrics(record)[metric]
+    runs = of_method(method, one), of_method(method, other)
+    seeds = sorted(set(runs[0]) & set(runs[1]))
+    return measured.Paired(*([value(norm[seed]) for seed in seeds] for norm in runs))
 
 
 def clear_of_0(pairs: dict[str, measured.Paired]) -> str:
@@ -222,13 +225,13 @@ def clear_of_0(pairs: dict[str, measured.Paired]) -> str:
 
 def mean_of_methods(experiment: measured.Measured, metric: str) -> measured.Paired:
     """The mean over all methods, on each seed."""
-    pairs = [experiment.metric(method, metric) for method in experiment.methods]
-    return measured.Paired(
-        *(
-            [fmean(values) for values in zip(*norms, strict=True)]
-            for norms in ([p.bn for p in pairs], [p.tbbn for p in pairs])
-        )
-    )
+    return mean_of([experiment.metric(method, metric) for method in experiment.methods])
+
+
+def mean_of(pairs: Sequence[measured.Paired]) -> measured.Paired:
+    """The mean over pairs of the same seeds, on each seed."""
+    norms = [pair.bn for pair in pairs], [pair.tbbn for pair in pairs]
+    return measured.Paired(*([fmean(values) for values in zip(*norm, strict=True)] for norm in norms))
 
 
 def won(experiment: measured.Measured, metric: str) -> str:

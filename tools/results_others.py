@@ -15,7 +15,8 @@ from tbbn.paper.measured import METRICS, Paired
 def section() -> str:
     return f"""## Other runs
 
-The folders of `results/` that have no section of their own. Each folder has its settings in `config.toml`.
+The folders of `results/` that have no section of their own. Each run has its settings in `config.toml`. PODNet and
+SS-IL are discussed under [Table 2](#the-papers-table-2).
 
 {table({folder: numbers.records_in(folder) for folder in others()}).render("md")}
 """

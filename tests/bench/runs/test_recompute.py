@@ -179,17 +179,28 @@ def test_another_cpu_kernel_may_explain_a_difference_in_training() -> None:
 @pytest.mark.parametrize("name", ENVIRONMENT)
 def test_every_part_of_the_environment_may_explain_a_difference(name: str) -> None:
     record = new_record(tiny())
-    record.environment = dict.fromkeys(ENVIRONMENT, "same")
+    record.environment = dict.fromkeys(ENVIRONMENT, "same") | {"device": "cpu"}
     here = dict(record.environment)
     assert explanation(record, here) == ""
     assert explanation(record, {**here, name: "other"}) == (
-        f"results are bit-identical only in the same environment; here {name} was same, is other."
+        f"results are bit-identical only in the same environment; here {name} was {here[name]}, is other."
     )
     del here[name]
-    assert f"{name} was same, is None" in explanation(record, here)
+    assert f"{name} was {record.environment[name]}, is None" in explanation(record, here)
     record.resumed = [{}]
     assert explanation(record, dict(record.environment)).startswith("the run was resumed in another environment")
-    assert set(ENVIRONMENT) == {"device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "ranks", "tbbn"}
+    named = {"device", "gpu", "torch", "cuda", "cudnn", "machine", "cpu", "threads", "ranks", "tbbn"}
+    assert set(ENVIRONMENT) == named
+
+
+def test_the_cpu_matters_to_runs_on_it() -> None:
+    """Two CPUs with one name for their machine, x86_64, trained different networks from the same seed."""
+    record = new_record(tiny())
+    assert "AVX" in record.environment["cpu"] or record.environment["machine"] != "x86_64"
+    for device, matters in (("cpu", True), ("cuda", False)):
+        record.environment["device"] = device
+        here = record.environment | {"cpu": "another"}
+        assert is_elsewhere(record, here) is matters and bool(explanation(record, here)) is matters
 
 
 def test_without_a_plugin_what_needs_it_is_not_checked() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -106,6 +107,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "cpu": processor(),
         "threads": torch.get_num_threads(),
     }
     if torch.cuda.is_available():
@@ -115,6 +117,16 @@ def environment() -> dict[str, Any]:
             "cudnn": torch.backends.cudnn.version(),
         }
     return found
+
+
+@cache
+def processor() -> str:
+    """The model and the vector instructions of the CPU: libraries choose their kernels, and the order of sums, by both."""
+    model = platform.processor()
+    with suppress(OSError):  # there only on Linux, whose platform.processor() may be empty
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return ", ".join(filter(None, (model, torch.backends.cpu.get_cpu_capability())))
 
 
 @cache

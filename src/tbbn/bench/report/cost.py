@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tbbn.bench.engine.forecast import forecast
 from tbbn.bench.engine.record import Record
@@ -26,7 +27,7 @@ def cost_table(groups: Sequence[Group]) -> Table:
         seconds = statistics.fmean(record.seconds for record in finished)
         epochs = statistics.fmean(len(record.history) for record in finished)
         steps = steps_of[group.apart_from_norm]
-        devices = dict.fromkeys(str(r.environment.get("gpu", r.environment.get("machine", "-"))) for r in finished)
+        devices = dict.fromkeys(_device(record.environment) for record in finished)
         rows.append(
             (
                 group.label,
@@ -81,3 +82,8 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _device(environment: Mapping[str, Any]) -> str:
+    names = ("cpu", "machine") if environment.get("device") == "cpu" else ("gpu", "machine")
+    return str(next((environment[name] for name in names if name in environment), "-"))

@@ -27,7 +27,7 @@ from tbbn.errors import UserError
 State = tuple[dict[str, Any], dict[str, Tensor]]  # the result of checkpoint.read
 
 # The parts of the environment that affect the rounding of floating-point sums.
-ENVIRONMENT = ("device", "gpu", "torch", "cuda", "cudnn", "machine", "threads", "ranks", "tbbn")
+ENVIRONMENT = ("device", "gpu", "torch", "cuda", "cudnn", "machine", "cpu", "threads", "ranks", "tbbn")
 _KERNEL = "cpu_kernel"  # affects training only: in eval mode the norms that use it are plain batch norm
 ROUNDING = 0.01  # the fraction of predictions that rounding may change in another environment
 
@@ -133,7 +133,9 @@ def is_elsewhere(record: Record, here: Mapping[str, Any]) -> bool:
 
 
 def _changed(there: Mapping[str, Any], here: Mapping[str, Any], names: Sequence[str] = ENVIRONMENT) -> list[str]:
-    return [name for name in names if there.get(name) != here.get(name)]
+    changed = [name for name in names if there.get(name) != here.get(name)]
+    # What a run on a GPU leaves to the CPU does not depend on its model.
+    return [name for name in changed if name != "cpu" or "cpu" in (there.get("device"), here.get("device"))]
 
 
 def evaluated(
