@@ -32,7 +32,8 @@ distribution; half an image is added to each count.)
 
 With fine-tuning and the last epoch kept, {_share(last)} of the {signed(gain(last).gain)} points come from finding the task. New and past are not told apart better (d'). The line
 moves: on each of the {len(gain(last).gains)} seeds TBBN takes fewer past images for new and more new images for past. A method that corrects the bias (`bic`, `wa`,
-`il2m`) may then give batch norm the same gain; that was not run. d' assumes normal scores of equal spread for new and past images. The records hold
+`il2m`) may then give batch norm the same gain; that was not run. [Online](#online), where the bias was taken out of the scores, the gain in A_f is no
+longer clear. d' assumes normal scores of equal spread for new and past images. The records hold
 predictions and no scores, so this cannot be checked, and the line moves far.
 
 **Is it r\\*?** All three trainings of fine-tuning have the same r\\*. It rises from 8 to 16 with task 7:
@@ -194,9 +195,7 @@ def parts_table(found: dict[str, Measured]) -> Table:
 
 def calibrated_gain(runs: list[Any]) -> str:
     """The gain in calibrated accuracy, if all the runs have it."""
-    if not all(run.calibrated and run.calibrated[-1] for run in runs):
-        return "-"
-    return str(paired(runs, lambda r: 100 * fmean(r.calibrated[-1])))
+    return str(paired(runs, lambda r: 100 * numbers.calibrated(r))) if numbers.all_calibrated(runs) else "-"
 
 
 def by_task_table() -> Table:

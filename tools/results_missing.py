@@ -36,7 +36,7 @@ Each row takes one command (`tbbn reproduce table2`, ...) and a GPU: [how long](
 
 def calibrated(records: list[Any]) -> str:
     """The runs that have the calibrated accuracy, by their norms."""
-    norms = [record.run_config.names[1] for record in records if record.calibrated and record.calibrated[-1]]
+    norms = [record.run_config.names[1] for record in records if numbers.all_calibrated([record])]
     return f"{len(norms)} newer runs ({', '.join(f'{norms.count(norm)} of {norm}' for norm in dict.fromkeys(norms))})"
 
 

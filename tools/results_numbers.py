@@ -49,6 +49,16 @@ def metrics(record: Any) -> dict[str, float]:
     return {name: 100 * metric(record.accuracy) for name, metric in measured.METRICS.items()}
 
 
+def calibrated(record: Any) -> float:
+    """The final accuracy with the newest task's scores shifted so that it gets its share of the test images."""
+    return fmean(record.calibrated[-1])
+
+
+def all_calibrated(records: Sequence[Any]) -> bool:
+    """Whether all of these runs have the calibrated accuracy; older ones do not."""
+    return all(record.calibrated and record.calibrated[-1] for record in records)
+
+
 def last_kept(record: Any) -> int:
     """The epoch, from 1, that was kept in the first phase of the last task."""
     return first_kept(record)[len(record.accuracy) - 1]

@@ -16,7 +16,8 @@ def section() -> str:
     return f"""## Other runs
 
 The folders of `results/` that have no section of their own. Each run has its settings in `config.toml`. PODNet and
-SS-IL are discussed under [Table 2](#the-papers-table-2).
+SS-IL are discussed under [Table 2](#the-papers-table-2). `cifar100-online-first` has the first runs of seeds 0 to 2,
+by older code; [Online](#online) has their repetitions, made on one CPU with the other norms.
 
 {table({folder: numbers.records_in(folder) for folder in others()}).render("md")}
 """
@@ -54,6 +55,6 @@ def _gain(own: Group, bn: Group | None, name: str) -> str:
 
 
 def _calibrated(own: Group) -> str:
-    if not all(record.calibrated and record.calibrated[-1] for record in own.finished):
+    if not numbers.all_calibrated(own.finished):
         return "-"
-    return f"{100 * fmean(fmean(record.calibrated[-1]) for record in own.finished):.1f}"
+    return f"{100 * fmean(map(numbers.calibrated, own.finished)):.1f}"
