@@ -16,8 +16,8 @@ def section() -> str:
     return f"""## Other runs
 
 The folders of `results/` that have no section of their own. Each run has its settings in `config.toml`. PODNet and
-SS-IL are discussed under [Table 2](#the-papers-table-2). `cifar100-online-first` has the first runs of seeds 0 to 2,
-by older code; [Online](#online) has their repetitions, made on one CPU with the other norms.
+SS-IL are discussed under [Table 2](#the-papers-table-2). `cifar100-online-first` has the first runs of seeds 0 to 2.
+They were made on a CPU that the records do not name, and differ from the repetitions under [Online](#online), which are of one CPU.
 
 {table({folder: numbers.records_in(folder) for folder in others()}).render("md")}
 """

@@ -194,7 +194,7 @@ def test_every_part_of_the_environment_may_explain_a_difference(name: str) -> No
 
 
 def test_the_cpu_matters_to_runs_on_it() -> None:
-    """Two CPUs with one name for their machine, x86_64, trained different networks from the same seed."""
+    """CPUs that all call their machine x86_64 take sums in different orders."""
     record = new_record(tiny())
     assert "AVX" in record.environment["cpu"] or record.environment["machine"] != "x86_64"
     for device, matters in (("cpu", True), ("cuda", False)):
