@@ -119,3 +119,11 @@ def test_a_finished_run_without_a_task_costs_nothing() -> None:
     empty = timed(5, 4)
     empty.accuracy, empty.splits, empty.exemplars = [], [], []
     assert cost_table(groups([empty])).rows == ()
+
+
+def test_the_device_is_the_one_that_trained() -> None:
+    on_gpu, on_cpu, earlier = timed(10, 4), timed(10, 4, seed=1), timed(10, 4, seed=2)
+    both = {"machine": "x86_64", "cpu": "EPYC, AVX512", "gpu": "H200"}
+    on_gpu.environment, on_cpu.environment = both | {"device": "cuda"}, both | {"device": "cpu"}
+    (row,) = cost_table(groups([on_gpu, on_cpu, earlier])).rows
+    assert row[-1] == "H200, EPYC, AVX512, x86_64"
